@@ -49,11 +49,12 @@ def parse(text: str, source: str) -> tuple[FileDiff, ...]:
     """Read a patch file; ``source`` names it in messages.
 
     Raises ``Failed`` if it is not a unified diff of existing text files below one
-    of ``PACKAGES``, with context around every change.
+    of ``PACKAGES``, with lines to find the place of every change by, or if any of its
+    lines would have no effect.
     """
     try:
         parsed = ParsedPatch(io.StringIO(text, newline="\n"))
-    except UnidiffParseError as error:
+    except (UnidiffParseError, ValueError) as error:
         raise _bad_patch(source, str(error).strip()) from error
     if not parsed:
         raise _bad_patch(source, "no file in it")
@@ -72,6 +73,7 @@ def parse(text: str, source: str) -> tuple[FileDiff, ...]:
     paths = [d.path for d in diffs]
     if len(set(paths)) != len(paths):
         raise _bad_patch(source, "a file is named twice")
+    _check_nothing_is_skipped(parsed, text, source)
     return tuple(diffs)
 
 
@@ -111,7 +113,7 @@ def _place(diff: FileDiff, hunk: Hunk, lines: Sequence[str]) -> int:
         return places[0]
     if not places:
         nearest = max(
-            range(max(last, 0) + 1),
+            range(max(len(lines), 1)),
             key=lambda i: (_agreement(hunk, lines, i), -abs(i - hunk.start)),
         )
         raise _mismatch(diff, hunk, lines, nearest)
@@ -138,17 +140,13 @@ def _stands_at(hunk: Hunk, lines: Sequence[str], at: int) -> bool:
 
 
 def _agreement(hunk: Hunk, lines: Sequence[str], at: int) -> int:
-    """How many leading lines of the hunk stand at ``at``."""
-    count = 0
-    for want, have in zip(hunk.before, lines[at:], strict=False):
-        if want != have:
-            break
-        count += 1
-    return count
+    """How many lines of the hunk stand where they would if it began at ``at``."""
+    return sum(map(str.__eq__, hunk.before, lines[at : at + len(hunk.before)]))
 
 
 def _mismatch(diff: FileDiff, hunk: Hunk, lines: Sequence[str], at: int) -> Conflict:
-    offset = _agreement(hunk, lines, at)
+    rest = lines[at:]
+    offset = next(i for i, want in enumerate(hunk.before) if rest[i : i + 1] != [want])
     line = at + offset
     return Conflict(
         "a hunk does not match",
@@ -157,6 +155,31 @@ def _mismatch(diff: FileDiff, hunk: Hunk, lines: Sequence[str], at: int) -> Conf
         found=repr(lines[line]) if line < len(lines) else "the end of the file",
         todo=TOO_DIFFERENT,
     )
+
+
+def _check_nothing_is_skipped(parsed: ParsedPatch, text: str, source: str) -> None:
+    """Raise ``Failed`` if the parser passed over a line.
+
+    unidiff takes what follows a complete hunk for a comment: a line too many, or the
+    header of a hunk or file that was cut off.
+    """
+    lines = split(text)
+    if not lines[-1].endswith("\n"):
+        raise _bad_patch(source, f"its last line, {lines[-1]!r}, has no end")
+    taken = {line.diff_line_no for file in parsed for hunk in file for line in hunk}
+    begun = False
+    heads = 0
+    for number, line in enumerate(lines, 1):
+        begun = begun or number in taken
+        if number in taken:
+            continue
+        head = line.startswith(("--- ", "+++ ", "@@ "))
+        heads += head
+        between = line == "\n" or line.startswith(("diff --git ", "index ", "\\ No "))
+        if begun and not head and not between:
+            raise _bad_patch(source, f"line {number} is in no hunk: {line!r}")
+    if heads != sum(2 + len(file) for file in parsed):
+        raise _bad_patch(source, "the header of a file or hunk is cut short")
 
 
 def _hunk(hunk: ParsedHunk, source: str) -> Hunk:
@@ -170,6 +193,8 @@ def _hunk(hunk: ParsedHunk, source: str) -> Hunk:
     for line in hunk:
         if line.line_type == "\\":
             # "No newline at end of file" speaks of the line just before it.
+            if not sides:
+                raise _bad_patch(source, f"hunk {header} begins with a marker")
             for side in sides:
                 side[-1] = side[-1].removesuffix("\n")
             continue
@@ -181,6 +206,8 @@ def _hunk(hunk: ParsedHunk, source: str) -> Hunk:
             side.append(line.value)
     if not before:
         raise _bad_patch(source, f"hunk {header} has no line to find its place by")
+    if before == after:
+        raise _bad_patch(source, f"hunk {header} changes nothing")
     for side in (before, after):
         if any(not line.endswith("\n") for line in side[:-1]):
             raise _bad_patch(source, f"hunk {header} has a line without an end")

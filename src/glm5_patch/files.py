@@ -7,8 +7,13 @@ import os
 from pathlib import Path
 
 
-def write(file: Path, data: bytes, like: os.stat_result) -> None:
-    """Create ``file``, which must not exist, with the mode and owner of ``like``."""
+def write(
+    file: Path, data: bytes, like: os.stat_result, keep_times: bool = False
+) -> None:
+    """Create ``file``, which must not exist, with the mode and owner of ``like``.
+
+    With ``keep_times`` it gets the times of ``like`` too.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(file, flags, 0o600), "wb") as stream:
         stream.write(data)
@@ -18,14 +23,14 @@ def write(file: Path, data: bytes, like: os.stat_result) -> None:
         if (now.st_uid, now.st_gid) != (like.st_uid, like.st_gid):
             os.fchown(descriptor, like.st_uid, like.st_gid)
         os.fchmod(descriptor, like.st_mode & 0o7777)
+        if keep_times:
+            os.utime(descriptor, ns=(like.st_atime_ns, like.st_mtime_ns))
         os.fsync(descriptor)
 
 
 def copy(source: Path, target: Path) -> None:
     """Copy bytes, mode, owner and times of ``source`` to a new inode ``target``."""
-    like = source.stat()
-    write(target, source.read_bytes(), like)
-    os.utime(target, ns=(like.st_atime_ns, like.st_mtime_ns))
+    write(target, source.read_bytes(), source.stat(), keep_times=True)
 
 
 def rename(source: Path, target: Path) -> None:
@@ -38,7 +43,11 @@ def rename(source: Path, target: Path) -> None:
 
 def remove(file: Path) -> None:
     """Remove ``file`` if it is there."""
-    file.unlink(missing_ok=True)
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return
+    sync_folder(file.parent)
 
 
 def make_folder(folder: Path, like: os.stat_result) -> None:
@@ -54,10 +63,12 @@ def remove_folder(folder: Path) -> None:
     try:
         folder.rmdir()
     except FileNotFoundError:
-        pass
+        return
     except OSError:
         if not any(folder.iterdir()):
             raise
+        return
+    sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -77,11 +77,17 @@ def of_python(python: Path) -> Installation:
         )
         executable, entries = json.loads(done.stdout.splitlines()[-1])
         paths = [Path(entry) for entry in entries]
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+    except (
+        OSError,
+        subprocess.SubprocessError,
+        ValueError,
+        IndexError,
+        TypeError,
+    ) as error:
         raise Usage(
             "--python does not name a Python interpreter that starts",
             where=str(python),
-            found=str(error).splitlines()[0],
+            found=_reason(error),
             todo="give the path of the interpreter that runs vLLM",
         ) from error
     # With -c the first entry is "", the working directory, which was dropped there.
@@ -120,7 +126,7 @@ def _find(entries: Sequence[Path], python: Path | None) -> Installation:
     if dist is None:
         raise NotFound(
             "Python would import a vLLM that no installer put there",
-            where=str(imported / PACKAGE),
+            where=first.origin if first else str(imported / PACKAGE),
             expected="a vllm-*.dist-info beside it, or an editable install of it",
             found="none" if not owned else "only of " + ", ".join(map(str, owned)),
             todo="take it off PYTHONPATH, or install it with pip",
@@ -129,7 +135,9 @@ def _find(entries: Sequence[Path], python: Path | None) -> Installation:
         root=imported,
         version=dist.version,
         dist_info=_dist_info(dist),
-        editable=_source_of(dist) is not None,
+        # `setup.py develop` leaves metadata without a version in its name
+        editable=_source_of(dist) is not None
+        or (imported / f"{PACKAGE}.egg-info").is_dir(),
         python=python,
         shadowed=tuple(r for r in owned if r != imported and _has_package(r)),
     )
@@ -139,8 +147,7 @@ def _owned_roots(entries: Sequence[Path]) -> Iterator[tuple[Path, Distribution]]
     """Each distribution of vLLM on the path with the folder its package lies in."""
     seen: set[Path] = set()
     for dist in Distribution.discover(name=PACKAGE, path=[str(e) for e in entries]):
-        # metadata that an interrupted uninstall left behind has no version
-        if dist.metadata is None or "Version" not in dist.metadata:
+        if _version(dist) is None:
             continue
         root = _source_of(dist) or Path(str(dist.locate_file("")))
         root = root.resolve()
@@ -171,7 +178,11 @@ def _linked_from(folder: Path) -> Iterator[Path]:
     Lines that are code are left alone: nothing of a user's tree is run here.
     """
     for link in sorted(folder.glob("*.pth")):
-        for line in link.read_text(errors="replace").splitlines():
+        try:
+            text = link.read_text(errors="replace")
+        except OSError:
+            continue  # as Python does
+        for line in text.splitlines():
             line = line.strip()
             if line and not line.startswith(("#", "import ", "import\t")):
                 target = folder / line
@@ -193,8 +204,27 @@ def _interpreter_above(folder: Path) -> Path | None:
 def _dist_info(dist: Distribution) -> Path | None:
     folders = Path(str(dist.locate_file(""))).glob(f"{PACKAGE}-*.dist-info")
     return next(
-        (f for f in folders if PathDistribution(f).version == dist.version), None
+        (f for f in folders if _version(PathDistribution(f)) == dist.version), None
     )
+
+
+def _version(dist: Distribution) -> str | None:
+    """The version of a vLLM.
+
+    Metadata that an interrupted uninstall left behind has none, and a folder such as
+    ``vllm-tpu-1.0.dist-info`` is another project's.
+    """
+    metadata = dist.metadata
+    if not metadata or "Version" not in metadata or metadata["Name"] != PACKAGE:
+        return None
+    return metadata["Version"]
+
+
+def _reason(error: Exception) -> str:
+    """Why an interpreter did not answer: what it printed last, if it did."""
+    printed = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+    lines = (printed or str(error)).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def _has_package(root: Path) -> bool:

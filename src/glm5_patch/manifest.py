@@ -144,6 +144,8 @@ def load(root: Path) -> PatchSet:
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise _unreadable(LOCK, f"{type(error).__name__}: {error}") from error
+    if not all(rows.values()):  # no file to differ in: any build would match
+        raise _unreadable(LOCK, "a release has no file")
     if set(rows) != set(releases):
         raise _unreadable(LOCK, f"its releases are not those of {MANIFEST}")
     return PatchSet(root, features, releases, needs, sources, rows)
@@ -212,12 +214,15 @@ def select(
     order = sorted(patch_set.releases, key=lambda r: (r != release, Version(r)))
     known = next((r for r in order if not differing(r)), None)
     if known is not None:
-        return series(patch_set, features, known, tested=True)
+        chosen = series(patch_set, features, known, tested=True)
+        for file in chosen.diffs:
+            if file.path not in patch_set.lock[known]:
+                raise _unreadable(LOCK, f"{known} lacks a row for {file.path}")
+        return chosen
 
     _check_needs(patch_set, label, read)
     if allow_unlisted:
-        newest = max(patch_set.releases, key=Version)
-        basis = str(version) if version else newest
+        basis = _basis(patch_set, version, differing)
         return series(patch_set, features, basis, tested=False)
 
     supported = ", ".join(patch_set.releases)
@@ -266,6 +271,23 @@ def series(
         new_files=dict(sorted(new_files.items())),
         hashes=patch_set.lock.get(release, {}) if tested and whole else {},
     )
+
+
+def _basis(
+    patch_set: PatchSet,
+    version: Version | None,
+    differing: Callable[[str], list[str]],
+) -> str:
+    """The release whose variants an unlisted build is tried with.
+
+    Images call themselves ``0.1.dev20051``, or nothing that is a version: then it is
+    the release with the most files in common, the newest of several.
+    """
+    oldest = min(map(Version, patch_set.releases))
+    if version is not None and Version(version.base_version) >= oldest:
+        return str(version)
+    newest_first = sorted(patch_set.releases, key=Version, reverse=True)
+    return min(newest_first, key=lambda release: len(differing(release)))
 
 
 def _release_of(label: str) -> str | None:
@@ -323,7 +345,7 @@ def _feature(table: Mapping[str, Any]) -> Feature:
 def _table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         table = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path.name, str(error)) from error
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise _unreadable(path.name, f"not of format {FORMAT}")

@@ -30,8 +30,7 @@ def without_rows(record: bytes, paths: frozenset[str]) -> bytes:
 
 
 def _row(path: str, data: bytes) -> bytes:
-    # No path of the patch set holds a comma or a quote: relpath and the manifest's
-    # own names see to it, and the lock would not match otherwise.
+    # No path of the patch set holds a comma or a quote: relpath sees to it.
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=")
     return f"{path},sha256={digest.decode()},{len(data)}".encode()
 

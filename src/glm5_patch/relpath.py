@@ -10,13 +10,14 @@ def checked(path: object, source: str, top: tuple[str, ...]) -> str:
     """Return ``path`` if it is a plain relative POSIX path below one of ``top``.
 
     ``source`` names the file that the path was read from, for the message.
-    Raises ``Failed`` for an absolute path, ``..``, an empty part, a backslash, a
-    control character, or a first part that is not in ``top``.
+    Raises ``Failed`` for an absolute path, ``..``, an empty part, a backslash, a comma
+    or quote, a control character, or a first part that is not in ``top``.
     """
     if isinstance(path, str):
         parts = path.split("/")
         plain = all(part not in ("", ".", "..") for part in parts)
-        printable = path.isprintable() and "\\" not in path
+        # a comma or quote would have to be quoted in a wheel's RECORD
+        printable = path.isprintable() and not set('\\,"') & set(path)
         if plain and printable and len(parts) > 1 and parts[0] in top:
             return path
     raise Failed(

@@ -105,9 +105,14 @@ def dump(state: State) -> bytes:
 
 
 def load(root: Path) -> State | None:
-    """Read and check the state below ``root``; None if there is none."""
+    """Read and check the state below ``root``; None if there is none.
+
+    Originals without a state are not left by any run: raises ``Failed`` for them too.
+    """
     data = tree.read(root, STATE)
     if data is None:
+        if any(tree.folder(root, ORIGINALS).glob("*")):
+            raise _unreadable(root, "no such file")
         return None
     try:
         table = json.loads(data)
@@ -125,14 +130,24 @@ def load(root: Path) -> State | None:
                 relpath.checked(f, STATE, PACKAGES) for f in table["folders"]
             ),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Failed(
-            "the note of what was applied cannot be read",
-            where=str(root / STATE),
-            found=str(error),
-            todo=f"the originals are below {root / ORIGINALS}; "
-            "keep them, and install vLLM again",
-        ) from error
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise _unreadable(root, str(error)) from error
+
+
+def _unreadable(root: Path, found: str) -> Failed:
+    return Failed(
+        "the note of what was applied cannot be read",
+        where=str(root / STATE),
+        found=found,
+        todo=f"the originals are below {root / ORIGINALS}; "
+        "keep them, and install vLLM again",
+    )
 
 
 def inspect(installation: Installation) -> Inspection:
@@ -146,11 +161,14 @@ def inspect(installation: Installation) -> Inspection:
         if entry.kind is not Kind.BYTECODE
     )
     kinds = {f for _, f in found}
-    if state.phase is not Phase.APPLIED:
-        condition = Condition.INTERRUPTED
-    elif kinds == {Found.PATCHED}:
+    applied = state.phase is Phase.APPLIED
+    if applied and kinds == {Found.PATCHED}:
         condition = Condition.APPLIED
-    elif installation.version != state.installed or Found.PATCHED not in kinds:
+    elif installation.version != state.installed:
+        condition = Condition.REPLACED
+    elif not applied:
+        condition = Condition.INTERRUPTED
+    elif Found.PATCHED not in kinds:
         condition = Condition.REPLACED
     else:
         condition = Condition.DRIFTED
@@ -169,10 +187,13 @@ def find(root: Path, entry: Entry) -> Found:
 
 
 def stock(root: Path, state: State | None, path: str) -> bytes | None:
-    """The bytes that the installer put at ``path``, whatever was applied since."""
+    """The bytes that the installer put at ``path``, whatever was applied since.
+
+    Those of a patched file that was deleted too: taking the patch back mends it.
+    """
     data = tree.read(root, path)
     entry = next((e for e in state.entries if e.path == path), None) if state else None
-    if entry is None or data is None or sha256(data) != entry.after:
+    if entry is None or (data is not None and sha256(data) != entry.after):
         return data
     return original(root, entry)
 

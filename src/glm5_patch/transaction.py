@@ -33,7 +33,8 @@ def apply(installation: Installation, plan: Plan) -> State:
     """Write ``plan``; an earlier or interrupted one is taken back first.
 
     Raises ``Conflict`` if a file is no longer what the plan was made from, and
-    ``NotPermitted`` if the file system refuses; the tree is then as it was.
+    ``NotPermitted`` if the file system refuses; the tree is then as it was, or as
+    installed if an earlier plan was taken back.
     """
     root = installation.root
     with lock.exclusive(root):
@@ -50,7 +51,7 @@ def apply(installation: Installation, plan: Plan) -> State:
             tested=plan.tested,
             features=plan.features,
             digest=plan.digest,
-            entries=_entries(root, contents),
+            entries=_entries(root, contents, {a.path for a in plan.additions}),
             folders=tuple(_missing_folders(root, contents)),
         )
         try:
@@ -134,6 +135,7 @@ def _write(root: Path, begun: State, contents: dict[str, bytes]) -> State:
     package = (root / "vllm" / "__init__.py").stat()
     folder = (root / "vllm").stat()
     _put_state(root, begun)
+    files.sync_folder(root)
     for path in begun.folders:
         files.make_folder(tree.target(root, path), folder)
     files.make_folder(root / state.ORIGINALS, folder)
@@ -180,14 +182,16 @@ def _restore(root: Path, done: State, replaced: bool = False) -> None:
                 files.rename(state.kept(root, entry), target)
     _restore_bytecode(root, done, replaced)
     for path in reversed(done.folders):
-        files.remove_folder(tree.target(root, f"{path}/__pycache__"))
-        files.remove_folder(tree.target(root, path))
+        files.remove_folder(tree.folder(root, f"{path}/__pycache__"))
+        files.remove_folder(tree.folder(root, path))
     _forget(root)
 
 
 def _restore_bytecode(root: Path, done: State, replaced: bool) -> None:
     compiled = {e.path: e for e in done.entries if e.kind is Kind.BYTECODE}
     modules = [e.path for e in done.entries if e.kind is not Kind.BYTECODE]
+    if replaced:  # what stands there now was compiled by the other installation
+        modules = [path for path in modules if not (root / path).exists()]
     for path in _bytecode(root, modules):
         entry = compiled.get(path)
         # An apply that stopped early has not dropped these yet, nor kept all of them.
@@ -201,7 +205,7 @@ def _restore_bytecode(root: Path, done: State, replaced: bool) -> None:
 
 
 def _forget(root: Path) -> None:
-    originals = tree.target(root, f"{state.ORIGINALS}/-").parent
+    originals = tree.folder(root, state.ORIGINALS)
     for file in originals.glob("*"):
         files.remove(file)
     files.remove_folder(originals)
@@ -220,22 +224,22 @@ def _contents(installation: Installation, plan: Plan) -> dict[str, bytes]:
     """The new bytes of every file that an apply writes, RECORD included."""
     added = {a.path: a.data for a in plan.additions}
     contents = {**added, **{e.path: e.after for e in plan.edits}}
-    if installation.record is not None:
+    if installation.record is not None and added:
         path = installation.record.relative_to(installation.root).as_posix()
         before = tree.read(installation.root, path) or b""
         contents[path] = record.with_rows(before, added)
     return contents
 
 
-def _entries(root: Path, contents: dict[str, bytes]) -> tuple[Entry, ...]:
+def _entries(
+    root: Path, contents: dict[str, bytes], added: set[str]
+) -> tuple[Entry, ...]:
     entries = []
     for path, data in contents.items():
         before = tree.read(root, path)
-        kind = Kind.PATCHED if before is not None else Kind.ADDED
-        if path.endswith("/RECORD"):
-            kind = Kind.RECORD
-        elif before == data:
-            # A file of ours that outlived an uninstall: it goes with the rest.
+        kind = Kind.RECORD if path.endswith("/RECORD") else Kind.PATCHED
+        if path in added:
+            # One of ours that is there already outlived an uninstall: it goes too.
             kind, before = Kind.ADDED, None
         entries.append(Entry(path, kind, _hash(before), sha256(data)))
     for path in _bytecode(root, contents):
