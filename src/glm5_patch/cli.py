@@ -16,7 +16,11 @@ import typer
 from glm5_patch import __version__
 
 if TYPE_CHECKING:
+    from glm5_patch.errors import PatchError
     from glm5_patch.report import Report
+
+# typer brings its own copy of click, or depends on it: this finds either's class
+_UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="glm5-patch",
@@ -98,7 +102,7 @@ def verify(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check what was applied, the deeper levels in vLLM's own interpreter."""
+    """Check what was applied, down to what vLLM's selector picks."""
     from glm5_patch import commands
 
     _run(
@@ -137,7 +141,7 @@ def status(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say whether vLLM is patched, and whether anything changed since."""
+    """Say whether vLLM is patched, and what changed since."""
     from glm5_patch import commands
 
     _run(
@@ -169,7 +173,7 @@ def explain(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say which attention backend each GPU gets, and why the others refuse."""
+    """Say which attention backend each GPU gets, and why."""
     from glm5_patch import commands
 
     _run(
@@ -206,8 +210,36 @@ def version(
 
 def main() -> NoReturn:
     """The console script."""
-    app()
-    sys.exit(0)
+    try:
+        sys.exit(app(standalone_mode=False))
+    except _UsageError as error:
+        _end_with(error)
+
+
+def _end_with(error: typer.BadParameter) -> NoReturn:
+    from glm5_patch.errors import Usage
+
+    if len(sys.argv) == 1:
+        error.show()  # the help text
+        sys.exit(Usage.exit_code)
+    command = error.ctx.info_name if error.ctx and error.ctx.parent else None
+    _fail(
+        command,
+        "--json" in sys.argv,
+        Usage(
+            error.format_message(),
+            todo=f"see 'glm5-patch {f'{command} ' if command else ''}--help'",
+        ),
+    )
+
+
+def _fail(command: str | None, json: bool, error: PatchError) -> NoReturn:
+    print("\n".join(error.lines()), file=sys.stderr)
+    if json:
+        from glm5_patch import report
+
+        print(report.error_json(command, error))
+    sys.exit(error.exit_code)
 
 
 def _run(name: str, json: bool, quiet: bool, work: Callable[[], Report]) -> NoReturn:
@@ -217,10 +249,7 @@ def _run(name: str, json: bool, quiet: bool, work: Callable[[], Report]) -> NoRe
     try:
         outcome = work()
     except PatchError as error:
-        print("\n".join(error.lines()), file=sys.stderr)
-        if json:
-            print(report.error_json(name, error))
-        sys.exit(error.exit_code)
+        _fail(name, json, error)
     if json:
         print(report.as_json(outcome))
     elif not quiet:

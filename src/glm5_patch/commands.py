@@ -111,7 +111,8 @@ def revert(installation: Installation, dry_run: bool) -> Report:
     rows = tuple(
         (entry.path, "remove" if entry.before is None else "restore")
         for entry, found in inspection.found
-        if found in (Found.PATCHED, Found.MISSING)
+        if found is Found.PATCHED
+        or (found is Found.MISSING and inspection.condition is not Condition.REPLACED)
     )
     table = Table(("file", "change"), rows) if rows else None
     if dry_run and inspection.state is not None:
@@ -200,6 +201,7 @@ def verify(installation: Installation, patches: PatchSet, level: str | None) -> 
     """Check what is applied; a level that was asked for by name has to run."""
     from glm5_patch import verify as checks
 
+    deepest = _level(level)
     inspection = state.inspect(installation)
     notes = report.where(installation)
     have = inspection.state
@@ -209,13 +211,17 @@ def verify(installation: Installation, patches: PatchSet, level: str | None) -> 
             where=str(installation.root),
             todo="glm5-patch apply",
         )
-    wanted = _plan(installation, patches, inspection, have.features, not have.tested)
-    if wanted.digest != have.digest:
-        notes += (
-            f"note: applied with digest {have.digest}; this glm5-patch would apply "
-            f"{wanted.digest}",
+    wanted = None
+    if inspection.condition is Condition.APPLIED:
+        wanted = _plan(
+            installation, patches, inspection, have.features, not have.tested
         )
-    results = checks.check(installation, inspection, wanted, _level(level))
+        if wanted.digest != have.digest:
+            notes += (
+                f"note: applied with digest {have.digest}; this glm5-patch would "
+                f"apply {wanted.digest}",
+            )
+    results = checks.check(installation, inspection, wanted, deepest)
     rows = tuple(
         (r.level.value, r.outcome.value, "; ".join(r.details)) for r in results
     )
@@ -267,6 +273,7 @@ def explain(
     from glm5_patch.probe.judge import CAPABILITIES, DTYPES, KV_CACHE_DTYPES
     from glm5_patch.verify import TIMEOUT_S
 
+    chosen = [_capability(text) for text in capabilities or ()] or CAPABILITIES
     inspection = state.inspect(installation)
     wanted = _plan(installation, patches, inspection, (), False)
     if installation.python is None:
@@ -281,7 +288,7 @@ def explain(
             installation.root,
             stock,
             patched,
-            [_capability(text) for text in capabilities or ()] or CAPABILITIES,
+            chosen,
             dtypes or DTYPES,
             kv_cache_dtypes or KV_CACHE_DTYPES,
             TIMEOUT_S,

@@ -122,7 +122,7 @@ def as_json(report: Report) -> str:
     )
 
 
-def error_json(command: str, error: PatchError) -> str:
+def error_json(command: str | None, error: PatchError) -> str:
     """A failure as one JSON object."""
     return json.dumps(
         {"command": command, "exit_code": error.exit_code, "error": error.as_dict()},
@@ -146,9 +146,11 @@ def render(report: Report, stream: IO[str]) -> None:
             grid.add_column(head, no_wrap=True, overflow="ignore")
         for row in report.table.rows:
             grid.add_row(*(text.Text(cell) for cell in row))
-        console.print()
-        console.print(grid)
-        console.print()
+        with console.capture() as captured:
+            console.print(grid)
+        # rich fills the last column with blanks, which wrap on a narrow terminal
+        lines = [line.rstrip() for line in captured.get().splitlines()]
+        stream.write("\n".join(["", *lines, "", ""]))
     style = "bold green" if report.exit_code == 0 else "bold red"
     line = text.Text(report.summary, style=style)
     if report.todo:

@@ -57,16 +57,20 @@ class Result:
 
 
 def check(
-    installation: Installation, inspection: Inspection, plan: Plan, deepest: Level
+    installation: Installation,
+    inspection: Inspection,
+    plan: Plan | None,
+    deepest: Level,
 ) -> tuple[Result, ...]:
     """Run every level down to ``deepest``; one that fails stops those below it.
 
-    ``plan`` is what the patch set makes of the stock files.
+    ``plan`` is what the patch set makes of the stock files; there is none for a tree
+    that is not as it was applied.
     """
     results = [_files(installation, inspection)]
     if deepest is Level.FILES:
         return tuple(results)
-    if results[0].outcome is not Outcome.PASSED:
+    if results[0].outcome is not Outcome.PASSED or plan is None:
         return (*results, *_not_run(_below(Level.FILES, deepest), "the files failed"))
     if installation.python is None:
         reason = (

@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interpreters with a vLLM in them: Python files of a release, and torch for a CPU.
-
-GLM5_PATCH_SELECT_PYTHON names an interpreter that has the packages of
-tests/releases/requirements-select.txt; if unset, it is the one that runs the tests.
-"""
+"""The patch as overlays, and what the real vLLM answers on both sides of it."""
 
 import dataclasses
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from probe_target import RELEASE, Answers, MakeTarget, Overlay, Target, ask
+from probe_target import Answers, Overlay, ask
+from targets import RELEASE, MakeTarget, Target
 
 from glm5_patch import diff, overlay, plan, tree
 from glm5_patch.manifest import Series
@@ -23,43 +16,6 @@ from glm5_patch.probe.judge import BLOCK_SIZE_ON, CASES
 from glm5_patch.probe.model import Request
 
 PATCHES = Path(__file__).parents[2] / "patches"
-
-
-@pytest.fixture(scope="session")
-def packages() -> tuple[Path, Path]:
-    """The interpreter that has torch and vLLM's other needs, and its site-packages."""
-    python = Path(os.environ.get("GLM5_PATCH_SELECT_PYTHON", sys.executable))
-    program = (
-        "import importlib.util as u, sysconfig; "
-        "print(sysconfig.get_paths()['purelib'] if u.find_spec('torch') else '')"
-    )
-    found = subprocess.run(
-        [python, "-c", program], cwd="/", capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if not found:
-        pytest.skip(f"{python} lacks the packages of requirements-select.txt")
-    return python, Path(found)
-
-
-@pytest.fixture(scope="session")
-def make_target(
-    tmp_path_factory: pytest.TempPathFactory,
-    packages: tuple[Path, Path],
-    release_tree: Callable[[str], Path],
-) -> MakeTarget:
-    """Builds a virtual environment around a copy of the release's tree."""
-    python, site = packages
-
-    def make(with_packages: bool = True) -> Target:
-        folder = tmp_path_factory.mktemp("target")
-        subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
-        root = next(folder.glob("lib/python3.*/site-packages"))
-        shutil.copytree(release_tree(RELEASE), root, dirs_exist_ok=True)
-        if with_packages:
-            (root / "packages.pth").write_text(f"{site}\n")
-        return Target(folder / "bin" / "python", root)
-
-    return make
 
 
 @pytest.fixture(scope="session")

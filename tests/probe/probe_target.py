@@ -3,28 +3,18 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from targets import Target
 
 from glm5_patch.probe.explain import ask_both
 from glm5_patch.probe.model import Answer, Ran, Request
 
-RELEASE = "0.16.0"
 TIMEOUT_S = 300.0
 
 Overlay = Mapping[str, Path | None]
-
-
-@dataclass(frozen=True)
-class Target:
-    """An interpreter, and the site-packages that vLLM is in."""
-
-    python: Path
-    root: Path
-
-
-MakeTarget = Callable[..., Target]
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ import pytest
 from probe_target import (
     TIMEOUT_S,
     Answers,
-    MakeTarget,
     Overlay,
-    Target,
     ask,
     listing,
     ran,
 )
+from targets import MakeTarget, Target
 
 from glm5_patch.plan import Plan
 from glm5_patch.probe.explain import Explanation, ask_both, compare

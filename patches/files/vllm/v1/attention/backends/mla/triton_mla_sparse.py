@@ -102,8 +102,8 @@ class TritonMLASparseBackend(AttentionBackend):
         return (
             f"TRITON_MLA_SPARSE keeps the KV cache in the model's own dtype, "
             f"{_dtype_name(dtype)}, but kv_cache_dtype is {kv_cache_dtype!r} (a "
-            f"checkpoint can set that by itself): pass --kv-cache-dtype bfloat16, which "
-            f"stands for any 16-bit cache"
+            f"checkpoint can set that by itself): pass --kv-cache-dtype bfloat16, "
+            f"which stands for any 16-bit cache"
         )
 
 
