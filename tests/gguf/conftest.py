@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tests of GGUF loading find a vLLM.
+
+GLM5_VLLM_TREES is a folder with `<release>/vllm` of each release, as unpacked from its
+wheel; GLM5_VLLM_PYTHONS names an interpreter for each, which has what that release
+imports: `0.16.0=/path/python 0.23.0=/path/python`. Tests that need them are skipped
+without.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from glm5_patch.diff import apply_at, parse
+
+RELEASES = ("0.16.0", "0.23.0")
+REPOSITORY = Path(__file__).parents[2]
+
+
+def python_of(release: str) -> str:
+    pairs = os.environ.get("GLM5_VLLM_PYTHONS", "").split()
+    found = dict(pair.split("=", 1) for pair in pairs)
+    if release not in found:
+        pytest.skip(f"GLM5_VLLM_PYTHONS names no interpreter for vLLM {release}")
+    return found[release]
+
+
+def patched_tree(release: str, into: Path) -> Path:
+    """A copy of the release with the gguf and config features applied."""
+    trees = os.environ.get("GLM5_VLLM_TREES")
+    if not trees or not (source := Path(trees) / release / "vllm").is_dir():
+        pytest.skip(f"GLM5_VLLM_TREES holds no vLLM {release}")
+    shutil.copytree(source, into / "vllm")
+    for feature in ("gguf", "config"):
+        patch = REPOSITORY / "patches/vllm" / feature / f"{release}.patch"
+        for diff in parse(patch.read_text(), str(patch)):
+            target = into / diff.path
+            target.write_text(apply_at(diff, target.read_text()))
+    shutil.copytree(
+        REPOSITORY / "patches/files/vllm", into / "vllm", dirs_exist_ok=True
+    )
+    return into
