@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from glm5_patch.diff import apply_at, parse
 
+import glm5_patch.gguf  # noqa: F401  makes glm_dsa importable
+
 RELEASES = ("0.16.0", "0.23.0")
 REPOSITORY = Path(__file__).parents[2]
 

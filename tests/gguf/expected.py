@@ -21,6 +21,7 @@ class Case:
 
     Attributes:
         fused_index: the release holds wk and weights_proj in one plain matrix.
+        dense: what the weights are worth: all are numbers, nothing is packed.
     """
 
     tiny: Tiny
@@ -30,6 +31,7 @@ class Case:
     tp: int
     rank: int
     dtype: torch.dtype
+    dense: bool = False
 
     def packed(self, source: str, values: np.ndarray) -> torch.Tensor:
         """The file's own blocks: uint8 [..., bytes of a row]."""
@@ -47,6 +49,9 @@ class Case:
             return torch.from_numpy(stored).to(self.dtype)
         kind_id = gguf.GGMLQuantizationType[kind]
         return torch.from_numpy(gguf.quants.dequantize(stored, kind_id)).to(self.dtype)
+
+    def keeps_blocks(self, source: str) -> bool:
+        return not self.dense and self.types(source) not in PLAIN
 
     def slice(self, whole: torch.Tensor, axis: int) -> torch.Tensor:
         size = whole.shape[axis] // self.tp
@@ -68,7 +73,7 @@ class Case:
 
     def vocabulary(self, module: str, source: str) -> dict[str, torch.Tensor]:
         values = self.checkpoint[f"{module}.weight"]
-        quantised = self.types(source) not in PLAIN
+        quantised = self.keeps_blocks(source)
         rows = (self.packed if quantised else self.plain)(source, values)
         padded = -(-len(rows) // 64) * 64
         rows = torch.cat([rows, torch.zeros(padded - len(rows), *rows.shape[1:])])
@@ -85,7 +90,7 @@ class Case:
             return block + _LAYER_NAMES[target + ".weight"]
 
         def quantised(target: str) -> bool:
-            return self.types(source(target)) not in PLAIN
+            return self.keeps_blocks(source(target))
 
         def values(target: str, packed: bool) -> torch.Tensor:
             weight = self.checkpoint[f"{at}{target}.weight"]
@@ -167,7 +172,7 @@ class Case:
             whole = (self.packed if packed else self.plain)(source, np.stack(weights))
             return self.slice(whole, axis)
 
-        packed = self.types(f"{block}ffn_gate_exps.weight") not in PLAIN
+        packed = self.keeps_blocks(f"{block}ffn_gate_exps.weight")
         name = "qweight" if packed else "weight"
         gate_up = torch.cat([stack("gate", 1), stack("up", 1)], dim=1)
         return {

@@ -11,9 +11,13 @@ usage: python in_vllm.py JOBS, where JOBS is a JSON file, a list of:
     out             a folder: one rank<N>.pt with parameters and their attributes,
                     or an error.json with the type and text of what was raised
 
+"dense" in the results is what each GGUF layer multiplies with: its own `apply`, given
+the identity, with gguf's dequantisation in place of the compiled kernel.
+
 Real: the engine's arguments and config, the choice of quantisation and dtype, every
 layer's construction, the loader, every weight loader, and what runs after loading.
-Not real: compiled kernels (called by nothing here), the attention backend (none can
+Not real: compiled kernels (the one of GGUF layers is replaced, the others are not
+called), the attention backend (none can
 run on a CPU; an empty one stands in), the kernel of unquantised experts (Triton is not
 there) and the other ranks (a group of one claims to be one of several; loading does
 not communicate).
@@ -29,6 +33,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 import torch._ops
 
@@ -181,9 +186,11 @@ def stand_in_for_attention() -> None:
     mla.get_mla_prefill_backend = lambda config: _NoAttention
 
 
-def stand_in_for_plain_experts() -> None:
+def stand_in_for_kernels() -> None:
+    import vllm.model_executor.layers.quantization.gguf as quantization
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
+    quantization.fused_mul_mat_gguf = multiply
     UnquantizedFusedMoEMethod._setup_kernel = lambda *args, **kwargs: None
 
 
@@ -212,10 +219,24 @@ def claim_rank(rank: int, count: int) -> None:
             group.rank_in_group, group.world_size = rank, count
 
 
+def multiply(x: torch.Tensor, qweight: torch.Tensor, kind: int) -> torch.Tensor:
+    """x times the matrix in `qweight`, as vLLM's op of GGUF layers."""
+    kind = gguf.GGMLQuantizationType(kind)
+    return x @ torch.from_numpy(gguf.quants.dequantize(qweight.numpy(), kind)).T
+
+
+def dense(module: Any) -> torch.Tensor:
+    """The matrix of a GGUF layer, float32 [outputs, inputs] of this rank."""
+    inputs = torch.eye(module.qweight.tensor_shape[1])
+    return module.quant_method.apply(module, inputs).T.contiguous()
+
+
 def load(request: dict, rank: int) -> dict:
     """The parameters of one rank, with what the GGUF layers note beside them."""
     import vllm.distributed.parallel_state as parallel_state
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.gguf import GGUFLinearMethod
     from vllm.model_executor.model_loader import get_model_loader
 
     config = engine_config(request)
@@ -233,21 +254,23 @@ def load(request: dict, rank: int) -> dict:
         claim_rank(rank, request["tp"])
         loader = get_model_loader(config.load_config)
         model = loader.load_model(vllm_config=config, model_config=config.model_config)
-    kept = ("weight_type", "shard_weight_type", "shard_id", "shard_offset_map")
     return {
         "hf_config": config.model_config.hf_config.to_dict(),
         "dtype": config.model_config.dtype,
         "parameters": {n: p.data for n, p in model.named_parameters()},
-        "notes": {
-            name: {
-                key: getattr(parameter, key) for key in kept if hasattr(parameter, key)
-            }
+        "types": {
+            name: parameter.shard_weight_type or parameter.weight_type
+            if hasattr(parameter, "shard_weight_type")
+            else parameter.weight_type
             for name, parameter in model.named_parameters()
+            if hasattr(parameter, "weight_type")
         },
-        "skips": {
-            name: module.skip_topk
+        "dense": {
+            name: dense(module)
             for name, module in model.named_modules()
-            if hasattr(module, "skip_topk")
+            if isinstance(module, LinearBase)
+            and isinstance(module.quant_method, GGUFLinearMethod)
+            and module.qweight.numel()
         },
     }
 
@@ -269,7 +292,7 @@ def main() -> None:
     stand_in_for_compiled_code()
     simulate_gpu(*jobs[0]["capability"])
     stand_in_for_attention()
-    stand_in_for_plain_experts()
+    stand_in_for_kernels()
     for job in jobs:
         run(job)
 

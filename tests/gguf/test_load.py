@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from conftest import RELEASES, patched_tree, python_of
@@ -294,26 +295,60 @@ def unused(tiny: Tiny, name: str) -> bool:
     )
 
 
-def check(job: Job, release: str, rank: int, result: dict) -> None:
+def case(job: Job, release: str, rank: int, **changes: object) -> Case:
     dtype = getattr(torch, job.dtype)
-    fused = release != "0.16.0"
-    case = Case(job.tiny, checkpoint(job.tiny), job.types, fused, job.tp, rank, dtype)
-    expected = case.parameters()
-    found = {
-        name: values
-        for name, values in result["parameters"].items()
-        if not name.endswith("qweight_type") and not unused(job.tiny, name)
-    }
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert found[name].dtype == values.dtype, name
-        assert torch.equal(found[name], values), name
+    fused_index = release != "0.16.0"
+    weights = checkpoint(job.tiny)
+    whole = Case(job.tiny, weights, job.types, fused_index, job.tp, rank, dtype)
+    return dataclasses.replace(whole, **changes)
 
 
 @pytest.mark.parametrize("name", LOADS)
 def test_every_parameter_is_exactly_right(loaded, name) -> None:
+    release, _ = loaded
+    job = JOBS[name]
     for rank, result in enumerate(results(loaded, name)):
-        check(JOBS[name], loaded[0], rank, result)
+        expected = case(job, release, rank).parameters()
+        found = {
+            name: values
+            for name, values in result["parameters"].items()
+            if not name.endswith("qweight_type") and not unused(job.tiny, name)
+        }
+        assert found.keys() == expected.keys()
+        for parameter, values in expected.items():
+            assert found[parameter].dtype == values.dtype, parameter
+            assert torch.equal(found[parameter], values), parameter
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_layers_multiply_with_the_right_matrix(loaded, name) -> None:
+    """Types and the order of fused parts, which the bytes alone do not show."""
+    release, _ = loaded
+    job = JOBS[name]
+    for rank, result in enumerate(results(loaded, name)):
+        dense = case(job, release, rank, dense=True, dtype=torch.float32)
+        expected = dense.parameters()
+        for module, matrix in result["dense"].items():
+            assert torch.equal(matrix, expected[f"{module}.weight"]), module
+
+
+@pytest.mark.parametrize("name", ["unsloth", "llama-quantize", "Q8_0-tp8"])
+def test_experts_and_vocabulary_know_their_types(loaded, name) -> None:
+    job = JOBS[name]
+    sources = {
+        "mlp.experts.w13_": "ffn_gate_exps.weight",
+        "mlp.experts.w2_": "ffn_down_exps.weight",
+        "embed_tokens.": "token_embd.weight",
+        "lm_head.": "output.weight",
+    }
+    for result in results(loaded, name):
+        checked = 0
+        for parameter, kind in result["types"].items():
+            for target, source in sources.items():
+                if target in parameter:
+                    assert gguf.GGMLQuantizationType(kind).name == job.types(source)
+                    checked += 1
+        assert checked == 2 + 2 * (job.tiny.layers - job.tiny.dense_layers)
 
 
 @pytest.mark.parametrize("name", REFUSALS)
