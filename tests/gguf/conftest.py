@@ -7,8 +7,10 @@ imports: `0.16.0=/path/python 0.23.0=/path/python`. Tests that need them are ski
 without.
 """
 
+import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,20 @@ def patched_tree(release: str, into: Path) -> Path:
         REPOSITORY / "patches/files/vllm", into / "vllm", dirs_exist_ok=True
     )
     return into
+
+
+def run_vllm(release: str, tree: Path, jobs: list[dict]) -> None:
+    """Have the release in `tree` do the jobs of `in_vllm`."""
+    python = python_of(release)
+    request = tree.parent / f"{tree.name}.json"
+    request.write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [python, Path(__file__).with_name("in_vllm.py"), request],
+        env={"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "HOME": str(tree.parent)},
+        cwd=tree.parent,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -6,7 +6,6 @@ One process a release loads all files below; see `in_vllm` for what is real in i
 
 import dataclasses
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,7 +14,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from conftest import RELEASES, patched_tree, python_of
+from conftest import RELEASES, patched_tree, run_vllm
 from expected import Case
 from generate import (
     SHARING,
@@ -229,47 +228,38 @@ def checkpoint(tiny: Tiny) -> Arrays:
     return weights(tiny)
 
 
+def prepare(job: Job, folder: Path) -> dict:
+    """Write the files of a job; returns the request for `in_vllm`."""
+    folder.mkdir()
+    tensors = job.change(to_gguf(job.tiny, checkpoint(job.tiny)))
+    path = write(folder / "tiny.gguf", job.tiny, tensors, job.types, **job.write)
+    config = None
+    if job.config is not None:
+        config = str(write_config(folder / "hf", job.tiny, **job.config))
+    return {
+        "model": str(job.open(path)),
+        "hf_config_path": config,
+        "dtype": job.dtype,
+        "capability": (12, 0),
+        "tp": job.tp,
+        "ranks": list(range(job.tp)),
+        "expert_parallel": job.expert_parallel,
+        "out": str(folder),
+    }
+
+
 @pytest.fixture(scope="session", params=RELEASES)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """All jobs of a release, done: the release and the folder of results."""
     release = request.param
-    python = python_of(release)
     folder = tmp_path_factory.mktemp(release)
     tree = patched_tree(release, folder / "tree")
     requests = []
     for name, job in JOBS.items():
         if job.release not in (None, release):
             continue
-        files = folder / name
-        files.mkdir()
-        tensors = job.change(to_gguf(job.tiny, checkpoint(job.tiny)))
-        path = write(files / "tiny.gguf", job.tiny, tensors, job.types, **job.write)
-        config = None
-        if job.config is not None:
-            config = str(write_config(files / "hf", job.tiny, **job.config))
-        requests.append(
-            {
-                "model": str(job.open(path)),
-                "hf_config_path": config,
-                "dtype": job.dtype,
-                "capability": (12, 0),
-                "tp": job.tp,
-                "ranks": list(range(job.tp)),
-                "expert_parallel": job.expert_parallel,
-                "out": str(files),
-            }
-        )
-    (folder / "jobs.json").write_text(json.dumps(requests))
-    done = subprocess.run(
-        [python, Path(__file__).with_name("in_vllm.py"), folder / "jobs.json"],
-        env={"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+        requests.append(prepare(job, folder / name))
+    run_vllm(release, tree, requests)
     return release, folder
 
 
@@ -303,33 +293,45 @@ def case(job: Job, release: str, rank: int, **changes: object) -> Case:
     return dataclasses.replace(whole, **changes)
 
 
+def wrong_parameters(job: Job, release: str, rank: int, result: dict) -> list[str]:
+    """The names of parameters that are not bit for bit what they should be."""
+    expected = case(job, release, rank).parameters()
+    found = {
+        name: values
+        for name, values in result["parameters"].items()
+        if not name.endswith("qweight_type") and not unused(job.tiny, name)
+    }
+    return sorted(
+        name
+        for name in found.keys() | expected.keys()
+        if name not in found
+        or name not in expected
+        or found[name].dtype != expected[name].dtype
+        or not torch.equal(found[name], expected[name])
+    )
+
+
+def wrong_layers(job: Job, release: str, rank: int, result: dict) -> list[str]:
+    """The GGUF layers that multiply with another matrix than they should."""
+    expected = case(job, release, rank, dense=True, dtype=torch.float32).parameters()
+    return sorted(
+        module
+        for module, matrix in result["dense"].items()
+        if not torch.equal(matrix, expected[f"{module}.weight"])
+    )
+
+
 @pytest.mark.parametrize("name", LOADS)
 def test_every_parameter_is_exactly_right(loaded, name) -> None:
-    release, _ = loaded
-    job = JOBS[name]
     for rank, result in enumerate(results(loaded, name)):
-        expected = case(job, release, rank).parameters()
-        found = {
-            name: values
-            for name, values in result["parameters"].items()
-            if not name.endswith("qweight_type") and not unused(job.tiny, name)
-        }
-        assert found.keys() == expected.keys()
-        for parameter, values in expected.items():
-            assert found[parameter].dtype == values.dtype, parameter
-            assert torch.equal(found[parameter], values), parameter
+        assert wrong_parameters(JOBS[name], loaded[0], rank, result) == []
 
 
 @pytest.mark.parametrize("name", LOADS)
 def test_layers_multiply_with_the_right_matrix(loaded, name) -> None:
     """Types and the order of fused parts, which the bytes alone do not show."""
-    release, _ = loaded
-    job = JOBS[name]
     for rank, result in enumerate(results(loaded, name)):
-        dense = case(job, release, rank, dense=True, dtype=torch.float32)
-        expected = dense.parameters()
-        for module, matrix in result["dense"].items():
-            assert torch.equal(matrix, expected[f"{module}.weight"]), module
+        assert wrong_layers(JOBS[name], loaded[0], rank, result) == []
 
 
 @pytest.mark.parametrize("name", ["unsloth", "llama-quantize", "Q8_0-tp8"])
