@@ -231,12 +231,10 @@ def dense(module: Any) -> torch.Tensor:
     return module.quant_method.apply(module, inputs).T.contiguous()
 
 
-def load(request: dict, rank: int) -> dict:
-    """The parameters of one rank, with what the GGUF layers note beside them."""
+def build(request: dict, rank: int) -> tuple[Any, Any]:
+    """The engine's config, and the model of one rank as the real loader fills it."""
     import vllm.distributed.parallel_state as parallel_state
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.linear import LinearBase
-    from vllm.model_executor.layers.quantization.gguf import GGUFLinearMethod
     from vllm.model_executor.model_loader import get_model_loader
 
     config = engine_config(request)
@@ -254,6 +252,15 @@ def load(request: dict, rank: int) -> dict:
         claim_rank(rank, request["tp"])
         loader = get_model_loader(config.load_config)
         model = loader.load_model(vllm_config=config, model_config=config.model_config)
+    return config, model
+
+
+def load(request: dict, rank: int) -> dict:
+    """The parameters of one rank, with what the GGUF layers note beside them."""
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.gguf import GGUFLinearMethod
+
+    config, model = build(request, rank)
     return {
         "hf_config": config.model_config.hf_config.to_dict(),
         "dtype": config.model_config.dtype,

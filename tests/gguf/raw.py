@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF headers byte by byte: what no proper writer would write, and at full size."""
 
+import math
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -143,6 +144,20 @@ def names_and_shapes(model: Tiny) -> list[tuple[str, tuple[int, ...]]]:
     return found
 
 
+def kind_of(name: str, shape: tuple[int, ...], experts: str) -> str:
+    """The type a tensor has in files such as unsloth's UD-Q4_K_XL."""
+    small = ("ffn_gate_inp.weight", "indexer.proj.weight")
+    if len(shape) == 1 or name.endswith(small):
+        return "F32"
+    return experts if "_exps" in name else "Q8_0"
+
+
+def padded_size(shape: tuple[int, ...], kind: str) -> int:
+    """Bytes of a tensor, up to where the next one can begin."""
+    _, block, size = KINDS[kind]
+    return -(-(math.prod(shape) // block * size) // 32) * 32
+
+
 def write_full_size(folder: Path, model: Tiny = FULL, experts: str = "Q4_K") -> Path:
     """A set of files with the headers, names and sizes of a real one, and no data:
     a first shard of metadata alone, with a full vocabulary, and ten of tensors."""
@@ -172,16 +187,9 @@ def write_full_size(folder: Path, model: Tiny = FULL, experts: str = "Q4_K") -> 
     for number in range(shards):
         infos, offset = [], 0
         for name, shape in tensors[number * share : (number + 1) * share]:
-            small = len(shape) == 1 or name.endswith(
-                ("gate_inp.weight", "r.proj.weight")
-            )
-            kind = "F32" if small else experts if "_exps" in name else "Q8_0"
-            number_of_kind, block, size = KINDS[kind]
-            infos.append(tensor(name, shape, number_of_kind, offset))
-            elements = 1
-            for dimension in shape:
-                elements *= dimension
-            offset += -(-(elements // block * size) // 32) * 32
+            kind = kind_of(name, shape, experts)
+            infos.append(tensor(name, shape, KINDS[kind][0], offset))
+            offset += padded_size(shape, kind)
         head = header(split(number + 1), infos)
         write_sparse(path(number + 1), head, -(-len(head) // 32) * 32 + offset)
     return path(0)
