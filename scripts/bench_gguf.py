@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/gguf"))
 
 import in_vllm
-import raw
+import raw_gguf as raw
 
 in_vllm.stand_in_for_compiled_code()
 in_vllm.simulate_gpu(9, 0)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import patched_tree, run_vllm
+from patched_vllm import patched_tree, run_vllm
 from test_load import JOBS, prepare, wrong_layers, wrong_parameters
 
 LOADER = "vllm/model_executor/model_loader/glm_dsa_gguf.py"

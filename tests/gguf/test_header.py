@@ -8,14 +8,14 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from generate import Tiny
 from glm_dsa.config import read_model
 from glm_dsa.header import GgufError, peek_architecture, read_header
 from glm_dsa.names import Target, bytes_per_rank, make_plan
 from glm_dsa.shards import read_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from raw import FULL, glm_keys, header, key, string, tensor, write_full_size
+from raw_gguf import FULL, glm_keys, header, key, string, tensor, write_full_size
+from tiny_glm import Tiny
 
 TINY = Tiny()
 HUGE = (1 << 64) - 1

@@ -14,9 +14,9 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from conftest import RELEASES, patched_tree, run_vllm
-from expected import Case
-from generate import (
+from expected_parameters import Case
+from patched_vllm import RELEASES, patched_tree, run_vllm
+from tiny_glm import (
     SHARING,
     Arrays,
     Tiny,

@@ -12,12 +12,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from generate import SHARING, Arrays, Tiny, mixed, to_gguf, uniform, weights, write
 from glm_dsa.config import read_model
 from glm_dsa.ggml import PLAIN
 from glm_dsa.header import Tensor
 from glm_dsa.names import Target, make_plan
 from glm_dsa.shards import read_checkpoint
+from tiny_glm import SHARING, Arrays, Tiny, mixed, to_gguf, uniform, weights, write
 
 transformers = pytest.importorskip("transformers", minversion="5.13")
 TOKENS = 64

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 import torch
-from generate import _LAYER_NAMES, Arrays, Tiny, Types, encode
+from tiny_glm import _LAYER_NAMES, Arrays, Tiny, Types, encode
 
 PLAIN = ("F32", "F16", "BF16")
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from generate import Tiny, metadata
+from tiny_glm import Tiny, metadata
 
 # GLM-5.2's own dimensions.
 FULL = Tiny(

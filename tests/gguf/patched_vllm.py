@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tests of GGUF loading find a vLLM, and how they run it.
+
+GLM5_PATCH_TREES is a folder with `<release>/vllm` of each release, as unpacked from its
+wheel; GLM5_PATCH_PYTHONS names an interpreter for each, which has what that release
+imports: `0.16.0=/path/python 0.23.0=/path/python`. Tests that need them are skipped
+without.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from glm5_patch.diff import apply_at, parse
+
+RELEASES = ("0.16.0", "0.23.0")
+REPOSITORY = Path(__file__).parents[2]
+
+
+def python_of(release: str) -> str:
+    pairs = os.environ.get("GLM5_PATCH_PYTHONS", "").split()
+    found = dict(pair.split("=", 1) for pair in pairs)
+    if release not in found:
+        pytest.skip(f"GLM5_PATCH_PYTHONS names no interpreter for vLLM {release}")
+    return found[release]
+
+
+def patched_tree(release: str, into: Path) -> Path:
+    """A copy of the release with the gguf and config features applied."""
+    trees = os.environ.get("GLM5_PATCH_TREES")
+    if not trees or not (source := Path(trees) / release / "vllm").is_dir():
+        pytest.skip(f"GLM5_PATCH_TREES holds no vLLM {release}")
+    shutil.copytree(source, into / "vllm")
+    for feature in ("gguf", "config"):
+        patch = REPOSITORY / "patches/vllm" / feature / f"{release}.patch"
+        for diff in parse(patch.read_text(), str(patch)):
+            target = into / diff.path
+            target.write_text(apply_at(diff, target.read_text()))
+    shutil.copytree(
+        REPOSITORY / "patches/files/vllm", into / "vllm", dirs_exist_ok=True
+    )
+    return into
+
+
+def run_vllm(release: str, tree: Path, jobs: list[dict]) -> None:
+    """Have the release in `tree` do the jobs of `in_vllm`."""
+    python = python_of(release)
+    request = tree.parent / f"{tree.name}.json"
+    request.write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [python, Path(__file__).with_name("in_vllm.py"), request],
+        env={"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "HOME": str(tree.parent)},
+        cwd=tree.parent,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
