@@ -30,6 +30,7 @@ import raw_gguf as raw
 in_vllm.stand_in_for_compiled_code()
 in_vllm.simulate_gpu(9, 0)
 
+from vllm.config import ParallelConfig  # noqa: E402
 from vllm.model_executor.model_loader import glm_dsa_gguf  # noqa: E402
 from vllm.model_executor.model_loader.glm_dsa_gguf import (  # noqa: E402
     GlmDsaWeights,
@@ -134,7 +135,7 @@ def main() -> None:
     config = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace())
     glm_dsa_gguf._config_problems = lambda config, model: ()
     glm_dsa_gguf.get_tensor_model_parallel_world_size = lambda: 1
-    weights = GlmDsaWeights(str(path), config)
+    weights = GlmDsaWeights(str(path), config, ParallelConfig())
     size = path.stat().st_size
     plain_read(path)  # from here on the file is in the page cache
     # Stands for memory of a GPU: it is there already.

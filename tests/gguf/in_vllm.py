@@ -8,6 +8,7 @@ usage: python in_vllm.py JOBS, where JOBS is a JSON file, a list of:
     capability      of the simulated GPU
     tp, ranks       ranks of tensor parallelism, and which of them to load
     expert_parallel as on the command line
+    copies          of the model, in data parallelism
     out             a folder: one rank<N>.pt with parameters and their attributes,
                     or an error.json with the type and text of what was raised
 
@@ -240,15 +241,17 @@ def build(request: dict, rank: int) -> tuple[Any, Any]:
     config = engine_config(request)
     config.parallel_config.tensor_parallel_size = request["tp"]
     config.parallel_config.enable_expert_parallel = request["expert_parallel"]
+    config.parallel_config.data_parallel_size = request["copies"]
     config.device_config.device = torch.device("cpu")
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
             parallel_state.init_distributed_environment(
                 1, 0, f"file://{request['out']}/rendezvous", 0, "gloo"
             )
-            config.parallel_config.tensor_parallel_size = 1
+            parallel = config.parallel_config
+            config.parallel_config = type(parallel)()
             parallel_state.initialize_model_parallel(1, 1)
-            config.parallel_config.tensor_parallel_size = request["tp"]
+            config.parallel_config = parallel
         claim_rank(rank, request["tp"])
         loader = get_model_loader(config.load_config)
         model = loader.load_model(vllm_config=config, model_config=config.model_config)

@@ -28,12 +28,18 @@ def python_of(release: str) -> str:
     return found[release]
 
 
-def patched_tree(release: str, into: Path) -> Path:
-    """A copy of the release with the gguf and config features applied."""
+def stock_tree(release: str, into: Path) -> Path:
+    """A copy of the release."""
     trees = os.environ.get("GLM5_PATCH_TREES")
     if not trees or not (source := Path(trees) / release / "vllm").is_dir():
         pytest.skip(f"GLM5_PATCH_TREES holds no vLLM {release}")
     shutil.copytree(source, into / "vllm")
+    return into
+
+
+def patched_tree(release: str, into: Path) -> Path:
+    """A copy of the release with the gguf and config features applied."""
+    stock_tree(release, into)
     for feature in ("gguf", "config"):
         patch = REPOSITORY / "patches/vllm" / feature / f"{release}.patch"
         for diff in parse(patch.read_text(), str(patch)):

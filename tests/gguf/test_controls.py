@@ -2,10 +2,12 @@
 """The tests of loading can fail: each fault below, put into the loader, is found."""
 
 import json
+from pathlib import Path
 
+import gguf
 import pytest
 import torch
-from patched_vllm import patched_tree, run_vllm
+from patched_vllm import RELEASES, patched_tree, run_vllm, stock_tree
 from test_load import JOBS, prepare, wrong_layers, wrong_parameters
 
 LOADER = "vllm/model_executor/model_loader/glm_dsa_gguf.py"
@@ -49,7 +51,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_found(name: str, tmp_path) -> None:
+def test_fault_is_found(name: str, tmp_path: Path) -> None:
     file, right, wrong, spoilt = FAULTS[name]
     release = "0.23.0"
     job = JOBS["llama-quantize"]
@@ -66,3 +68,45 @@ def test_fault_is_found(name: str, tmp_path) -> None:
     found = wrong_parameters(job, release, 0, result)
     found += wrong_layers(job, release, 0, result)
     assert any(spoilt in item for item in found)
+
+
+def text_of_error(folder: Path) -> str:
+    return json.loads((folder / "error.json").read_text())["text"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_stock_vllm_cannot(release: str, tmp_path: Path) -> None:
+    tree = stock_tree(release, tmp_path / "tree")
+    run_vllm(release, tree, [prepare(JOBS["Q8_0"], tmp_path / "job")])
+    assert "glm-dsa is not supported yet" in text_of_error(tmp_path / "job")
+
+
+def write_llama(path: Path) -> None:
+    """As much of another model as vLLM reads before it decides on the dtype."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_other_models_are_treated_as_before(release: str, tmp_path: Path) -> None:
+    """Stock vLLM bans bfloat16 with GGUF on this GPU; the patch lifts that for GLM-5
+    only."""
+    request = prepare(JOBS["Q8_0"], tmp_path / "job")
+    write_llama(tmp_path / "job" / "llama.gguf")
+    request["model"] = str(tmp_path / "job" / "llama.gguf")
+    run_vllm(release, patched_tree(release, tmp_path / "tree"), [request])
+    assert (
+        "torch.bfloat16 is not supported for quantization method gguf"
+        in text_of_error(tmp_path / "job")
+    )

@@ -56,6 +56,7 @@ class Job:
     open: Callable[[Path], Path] = lambda path: path
     config: dict | None = None
     expert_parallel: bool = False
+    copies: int = 1
     error: str | None = None
     release: str | None = None
 
@@ -169,6 +170,9 @@ REFUSALS = {
     "blocks-too-wide": Job(
         LIKE_UNSLOTH, tp=2, error="blocks of 256 inputs cannot be divided over 2 ranks"
     ),
+    "blocks-too-wide-for-all-copies": Job(
+        LIKE_UNSLOTH, copies=2, error="blocks of 256 inputs cannot be divided over 2 ra"
+    ),
     "missing": Job(
         uniform("Q8_0"),
         change=without("blk.2.attn_v_b"),
@@ -244,6 +248,7 @@ def prepare(job: Job, folder: Path) -> dict:
         "tp": job.tp,
         "ranks": list(range(job.tp)),
         "expert_parallel": job.expert_parallel,
+        "copies": job.copies,
         "out": str(folder),
     }
 

@@ -5,11 +5,13 @@ Tensors are mapped, not read: what a rank does not need is never fetched, and ho
 memory holds about one tensor at a time.
 """
 
+import importlib
 import math
 import mmap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gguf
@@ -17,9 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
     process_weights_after_loading,
@@ -87,9 +88,7 @@ def load_glm_dsa_model(
         GgufError: the files are unusable, do not fit the config, or hold what this
             release cannot compute with; before any weight is read.
     """
-    weights = GlmDsaWeights(
-        path, model_config, vllm_config.parallel_config.enable_expert_parallel
-    )
+    weights = GlmDsaWeights(path, model_config, vllm_config.parallel_config)
     vllm_config.quant_config.unquantized_modules.extend(plain_modules(weights.plan))
     device = torch.device(vllm_config.device_config.device)
     with set_default_torch_dtype(model_config.dtype):
@@ -108,19 +107,18 @@ class GlmDsaWeights:
     """
 
     def __init__(
-        self, path: str, model_config: ModelConfig, expert_parallel: bool = False
+        self, path: str, model_config: ModelConfig, parallel_config: ParallelConfig
     ) -> None:
-        # It imports the loaders, so it cannot be imported with this module.
-        from vllm.model_executor.models.deepseek_v2 import Indexer
-
         checkpoint = read_checkpoint(Path(path))
         self.dtype = model_config.dtype
         self.model = read_model(checkpoint)
         target = Target(
-            "skip_topk" in _names_in(MultiHeadLatentAttentionWrapper),
-            "wk_weights_proj" in _names_in(Indexer),
+            "skip_topk" in _names_in(_model_code().MultiHeadLatentAttentionWrapper),
+            "wk_weights_proj" in _names_in(_model_code().Indexer),
             get_tensor_model_parallel_world_size(),
-            expert_parallel,
+            parallel_config.data_parallel_size
+            * parallel_config.prefill_context_parallel_size,
+            parallel_config.enable_expert_parallel,
         )
         self.plan = make_plan(checkpoint, self.model, target)
         problems = [
@@ -177,7 +175,7 @@ class GlmDsaWeights:
         """
         unused = []
         for name, module in model.named_modules():
-            if not isinstance(module, MultiHeadLatentAttentionWrapper):
+            if not isinstance(module, _model_code().MultiHeadLatentAttentionWrapper):
                 continue
             layer = int(name.split(".layers.")[1].split(".")[0])
             shares = getattr(module, "skip_topk", False)
@@ -245,6 +243,12 @@ class _MappedFiles:
         start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
         length = tensor.offset + tensor.size - start
         self.maps[tensor.path].madvise(advice, start, length)
+
+
+def _model_code() -> ModuleType:
+    """vLLM's code of this model. It imports the loaders, so it cannot be imported
+    together with this module."""
+    return importlib.import_module("vllm.model_executor.models.deepseek_v2")
 
 
 def _names_in(module: type[nn.Module]) -> tuple[str, ...]:

@@ -250,12 +250,15 @@ class Target:
         shares_indexers: the model code lets layers reuse another's selection.
         fuses_index_weights: it holds wk and weights_proj in one plain matrix.
         tp: ranks of tensor parallelism.
+        copies: of the model, in data parallelism; experts are divided over the ranks
+            of all copies together.
         expert_parallel: experts are spread over ranks instead of divided.
     """
 
     shares_indexers: bool
     fuses_index_weights: bool
     tp: int = 1
+    copies: int = 1
     expert_parallel: bool = False
 
 
@@ -466,6 +469,9 @@ class _Planner:
     ) -> None:
         """Each rank gets whole rows, or whole blocks of each row."""
         (shape,) = entry.shapes(self.model)
+        ranks = self.target.tp
+        if entry.target.startswith(EXPERTS):
+            ranks *= self.target.copies
         for tensor in sources:
             known = TYPES.get(tensor.type_id)
             block = known.block if known and packed else 1
@@ -473,10 +479,9 @@ class _Planner:
                 Split.ROWS: (shape[-2:][0], "rows"),
                 Split.COLUMNS: (shape[-1] // block, f"blocks of {block} inputs"),
             }.get(entry.split, (0, ""))
-            if size % self.target.tp:
+            if size % ranks:
                 self.problem(
-                    f"{size} {what} cannot be divided over {self.target.tp} ranks",
-                    tensor.name,
+                    f"{size} {what} cannot be divided over {ranks} ranks", tensor.name
                 )
 
     def skip_reason(self, name: str) -> str | None:
