@@ -38,13 +38,12 @@ def stock_tree(release: str, into: Path) -> Path:
 
 
 def patched_tree(release: str, into: Path) -> Path:
-    """A copy of the release with the gguf and config features applied."""
+    """A copy of the release with the gguf feature applied."""
     stock_tree(release, into)
-    for feature in ("gguf", "config"):
-        patch = REPOSITORY / "patches/vllm" / feature / f"{release}.patch"
-        for diff in parse(patch.read_text(), str(patch)):
-            target = into / diff.path
-            target.write_text(apply_at(diff, target.read_text()))
+    patch = REPOSITORY / "patches/vllm/gguf" / f"{release}.patch"
+    for diff in parse(patch.read_text(), str(patch)):
+        target = into / diff.path
+        target.write_text(apply_at(diff, target.read_text()))
     shutil.copytree(
         REPOSITORY / "patches/files/vllm", into / "vllm", dirs_exist_ok=True
     )
