@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: arguments in, a report or an error out, and an exit code.
+
+Each command imports its work when it runs: ``--help`` needs none of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from glm5_patch import __version__
+
+if TYPE_CHECKING:
+    from glm5_patch.report import Report
+
+app = typer.Typer(
+    name="glm5-patch",
+    help="Patch an installed vLLM so that it serves GLM-5 where stock vLLM cannot.",
+    epilog="Exit codes: 0 done, or already so; 1 verification failed, or drifted; "
+    "2 usage; 3 vLLM not found; 4 release not supported; 5 conflict; 6 not permitted, "
+    "read-only or out of space; 7 busy.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Python = Annotated[
+    Path | None,
+    typer.Option("--python", metavar="PATH", help="The interpreter that runs vLLM."),
+]
+SitePackages = Annotated[
+    Path | None,
+    typer.Option(
+        "--site-packages", metavar="DIR", help="The folder that holds vllm-*.dist-info."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")
+]
+
+
+@app.command()
+def apply(
+    python: Python = None,
+    site_packages: SitePackages = None,
+    feature: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this feature; can be repeated."),
+    ] = None,
+    allow_unlisted: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unlisted",
+            help="Patch a build that is not known, if each hunk fits in one place.",
+        ),
+    ] = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Patch vLLM; write nothing if it is patched already."""
+    from glm5_patch import commands
+
+    _run(
+        "apply",
+        json,
+        quiet,
+        lambda: commands.apply(
+            commands.find(python, site_packages),
+            commands.patch_set(),
+            feature or (),
+            dry_run,
+            allow_unlisted,
+        ),
+    )
+
+
+@app.command()
+def verify(
+    python: Python = None,
+    site_packages: SitePackages = None,
+    level: Annotated[
+        str | None,
+        typer.Option(
+            metavar="files|import|select",
+            help="How deep to check; select, the deepest, if not given.",
+        ),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check what was applied, the deeper levels in vLLM's own interpreter."""
+    from glm5_patch import commands
+
+    _run(
+        "verify",
+        json,
+        quiet,
+        lambda: commands.verify(
+            commands.find(python, site_packages), commands.patch_set(), level
+        ),
+    )
+
+
+@app.command()
+def revert(
+    python: Python = None,
+    site_packages: SitePackages = None,
+    dry_run: DryRun = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Give back the exact files that were installed."""
+    from glm5_patch import commands
+
+    _run(
+        "revert",
+        json,
+        quiet,
+        lambda: commands.revert(commands.find(python, site_packages), dry_run),
+    )
+
+
+@app.command()
+def status(
+    python: Python = None,
+    site_packages: SitePackages = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Say whether vLLM is patched, and whether anything changed since."""
+    from glm5_patch import commands
+
+    _run(
+        "status",
+        json,
+        quiet,
+        lambda: commands.status(
+            commands.find(python, site_packages), commands.patch_set()
+        ),
+    )
+
+
+@app.command()
+def explain(
+    python: Python = None,
+    site_packages: SitePackages = None,
+    capability: Annotated[
+        list[str] | None,
+        typer.Option(metavar="X.Y", help="A GPU's compute capability; repeatable."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="float16 or bfloat16; repeatable."),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="As vLLM takes it; repeatable."),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Say which attention backend each GPU gets, and why the others refuse."""
+    from glm5_patch import commands
+
+    _run(
+        "explain",
+        json,
+        quiet,
+        lambda: commands.explain(
+            commands.find(python, site_packages),
+            commands.patch_set(),
+            capability,
+            dtype,
+            kv_cache_dtype,
+        ),
+    )
+
+
+@app.command("list")
+def list_releases(json: Json = False, quiet: Quiet = False) -> None:
+    """List the vLLM releases and the features that are known."""
+    from glm5_patch import commands
+
+    _run("list", json, quiet, lambda: commands.list_releases(commands.patch_set()))
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Patch an installed vLLM so that it serves GLM-5 where stock vLLM cannot."""
+    if show:
+        typer.echo(f"glm5-patch {__version__}")
+        raise typer.Exit
+
+
+def main() -> NoReturn:
+    """The console script."""
+    app()
+    sys.exit(0)
+
+
+def _run(name: str, json: bool, quiet: bool, work: Callable[[], Report]) -> NoReturn:
+    from glm5_patch import report
+    from glm5_patch.errors import PatchError
+
+    try:
+        outcome = work()
+    except PatchError as error:
+        print("\n".join(error.lines()), file=sys.stderr)
+        if json:
+            print(report.error_json(name, error))
+        sys.exit(error.exit_code)
+    if json:
+        print(report.as_json(outcome))
+    elif not quiet:
+        report.render(outcome, sys.stdout)
+    elif outcome.exit_code:
+        print(outcome.summary, file=sys.stderr)
+    sys.exit(outcome.exit_code)

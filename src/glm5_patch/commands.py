@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each command does with an installation: from arguments to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from glm5_patch import (
+    locate,
+    lock,
+    manifest,
+    overlay,
+    plan,
+    report,
+    state,
+    transaction,
+)
+from glm5_patch.errors import Busy, Failed, PatchError, Usage
+from glm5_patch.locate import Installation
+from glm5_patch.manifest import PatchSet
+from glm5_patch.plan import Plan
+from glm5_patch.probe.explain import Row
+from glm5_patch.probe.model import Capability, NotRun
+from glm5_patch.probe.model import Failed as ProbeFailed
+from glm5_patch.report import Report, Table
+from glm5_patch.state import Condition, Found, Inspection
+from glm5_patch.verify import Level, Outcome
+
+
+def find(python: Path | None, site_packages: Path | None) -> Installation:
+    """The installation that the common options name."""
+    if python is not None and site_packages is not None:
+        raise Usage("--python and --site-packages exclude each other")
+    if python is not None:
+        return locate.of_python(python)
+    if site_packages is not None:
+        return locate.in_site_packages(site_packages)
+    return locate.of_running_interpreter()
+
+
+def patch_set() -> PatchSet:
+    """The patch set that this glm5-patch brings along."""
+    return manifest.load(manifest.bundled_root())
+
+
+def apply(
+    installation: Installation,
+    patches: PatchSet,
+    features: Sequence[str],
+    dry_run: bool,
+    allow_unlisted: bool,
+) -> Report:
+    """Plan, and write the plan unless it is there already."""
+    notes = report.where(installation)
+    if not dry_run and transaction.repair(installation):
+        notes += ("note: an interrupted run was taken back first",)
+    inspection = state.inspect(installation)
+    if inspection.condition is not Condition.NOT_APPLIED:
+        transaction.check_revertible(installation.root, inspection)
+    wanted = _plan(installation, patches, inspection, features, allow_unlisted)
+    notes += report.untested(wanted)
+    data = {
+        "installation": report.installation_data(installation),
+        "plan": report.plan_data(wanted),
+        "changed": False,
+    }
+    have = inspection.state
+    if (
+        inspection.condition is Condition.APPLIED
+        and have is not None
+        and have.digest == wanted.digest
+    ):
+        return Report(
+            "apply",
+            f"already applied, digest {wanted.digest}; nothing written",
+            notes=notes,
+            data=data,
+        )
+    table = report.plan_table(wanted, installation.record)
+    what = f"{', '.join(wanted.features)} to vLLM {installation.version}"
+    if dry_run:
+        return Report(
+            "apply",
+            f"dry run: would apply {what}, digest {wanted.digest}; nothing written",
+            "glm5-patch apply",
+            table=table,
+            notes=notes,
+            data=data,
+        )
+    transaction.apply(installation, wanted)
+    return Report(
+        "apply",
+        f"applied {what}, digest {wanted.digest}",
+        "glm5-patch verify",
+        table=table,
+        notes=notes,
+        data={**data, "changed": True},
+    )
+
+
+def revert(installation: Installation, dry_run: bool) -> Report:
+    """Give back what the installer put there."""
+    notes = report.where(installation)
+    inspection = state.inspect(installation)
+    transaction.check_revertible(installation.root, inspection)
+    data = {"installation": report.installation_data(installation), "changed": False}
+    rows = tuple(
+        (entry.path, "remove" if entry.before is None else "restore")
+        for entry, found in inspection.found
+        if found in (Found.PATCHED, Found.MISSING)
+    )
+    table = Table(("file", "change"), rows) if rows else None
+    if dry_run and inspection.state is not None:
+        return Report(
+            "revert",
+            f"dry run: would give back {len(rows)} files; nothing written",
+            "glm5-patch revert",
+            table=table,
+            notes=notes,
+            data=data,
+        )
+    if transaction.revert(installation) is None:
+        return Report("revert", "not applied; nothing to do", notes=notes, data=data)
+    if inspection.condition is Condition.REPLACED:
+        summary = "another vLLM was installed over the patched one; forgot the patch"
+    else:
+        summary = "reverted: every file is as the installer put it there"
+    return Report(
+        "revert",
+        summary,
+        table=table,
+        notes=notes,
+        data={**data, "changed": True},
+    )
+
+
+def status(installation: Installation, patches: PatchSet) -> Report:
+    """Say which of the states the tree is in; write nothing."""
+    inspection = state.inspect(installation)
+    if inspection.condition is Condition.INTERRUPTED and lock.is_held(
+        installation.root
+    ):
+        raise Busy(
+            "another run of glm5-patch is at work here",
+            where=str(installation.root),
+            todo="wait for it to end, then ask again",
+        )
+    notes = report.where(installation)
+    have = inspection.state
+    data: dict[str, Any] = {
+        "installation": report.installation_data(installation),
+        "condition": inspection.condition.value,
+        "digest": have.digest if have else None,
+        "features": list(have.features) if have else [],
+        "tested": have.tested if have else None,
+        "files": [
+            {"path": entry.path, "found": found.value}
+            for entry, found in inspection.found
+        ],
+    }
+    if have is None:
+        return _status_of_stock(installation, patches, inspection, notes, data)
+    features = ", ".join(have.features)
+    table = Table(
+        ("file", "found"),
+        tuple((entry.path, found.value) for entry, found in inspection.found),
+    )
+    if inspection.condition is Condition.APPLIED:
+        tested = "" if have.tested else ", on a release that is not tested"
+        return Report(
+            "status",
+            f"applied: {features}, digest {have.digest}{tested}",
+            "glm5-patch verify",
+            notes=notes,
+            data=data,
+        )
+    summary, todo = {
+        Condition.DRIFTED: (
+            f"drifted: {features} was applied, and files were changed since",
+            "glm5-patch apply, which mends what is missing and refuses what is edited",
+        ),
+        Condition.INTERRUPTED: (
+            f"interrupted: a run stopped while {have.phase.value}",
+            "glm5-patch apply or glm5-patch revert; either repairs it first",
+        ),
+        Condition.REPLACED: (
+            f"replaced: {features} was applied to vLLM {have.installed}, and vLLM "
+            f"{installation.version} was installed over it",
+            "glm5-patch apply, or glm5-patch revert to forget the old patch",
+        ),
+    }[inspection.condition]
+    return Report("status", summary, todo, 1, table, notes, data)
+
+
+def verify(installation: Installation, patches: PatchSet, level: str | None) -> Report:
+    """Check what is applied; a level that was asked for by name has to run."""
+    from glm5_patch import verify as checks
+
+    inspection = state.inspect(installation)
+    notes = report.where(installation)
+    have = inspection.state
+    if have is None:
+        raise Failed(
+            "the patch is not applied",
+            where=str(installation.root),
+            todo="glm5-patch apply",
+        )
+    wanted = _plan(installation, patches, inspection, have.features, not have.tested)
+    if wanted.digest != have.digest:
+        notes += (
+            f"note: applied with digest {have.digest}; this glm5-patch would apply "
+            f"{wanted.digest}",
+        )
+    results = checks.check(installation, inspection, wanted, _level(level))
+    rows = tuple(
+        (r.level.value, r.outcome.value, "; ".join(r.details)) for r in results
+    )
+    failed = [r for r in results if r.outcome is Outcome.FAILED]
+    idle = [r for r in results if r.outcome is Outcome.NOT_RUN]
+    passed = ", ".join(r.level.value for r in results if r.outcome is Outcome.PASSED)
+    not_run = ", ".join(r.level.value for r in idle)
+    todo = None
+    if failed:
+        summary = f"verification failed: {', '.join(r.level.value for r in failed)}"
+        todo = "glm5-patch revert, or see above what was found"
+    elif idle:
+        summary = f"verified: {passed}; not run: {not_run}"
+        todo = "mend what kept it from running, then verify again"
+    else:
+        summary = f"verified: {passed}"
+        todo = "start vLLM"
+    return Report(
+        "verify",
+        summary,
+        todo,
+        1 if failed or (idle and level is not None) else 0,
+        Table(("level", "outcome", "found"), rows),
+        notes,
+        {
+            "installation": report.installation_data(installation),
+            "digest": have.digest,
+            "levels": [
+                {
+                    "level": r.level.value,
+                    "outcome": r.outcome.value,
+                    "details": list(r.details),
+                }
+                for r in results
+            ],
+        },
+    )
+
+
+def explain(
+    installation: Installation,
+    patches: PatchSet,
+    capabilities: Sequence[str] | None,
+    dtypes: Sequence[str] | None,
+    kv_cache_dtypes: Sequence[str] | None,
+) -> Report:
+    """Which backend serves each case before and after, and why others refuse."""
+    from glm5_patch.probe import explain as table_of
+    from glm5_patch.probe.judge import CAPABILITIES, DTYPES, KV_CACHE_DTYPES
+    from glm5_patch.verify import TIMEOUT_S
+
+    inspection = state.inspect(installation)
+    wanted = _plan(installation, patches, inspection, (), False)
+    if installation.python is None:
+        raise Failed(
+            "explain needs the interpreter that runs this vLLM",
+            where=str(installation.root),
+            todo="use --python PATH in place of --site-packages",
+        )
+    with overlay.sides(wanted) as (stock, patched):
+        answer = table_of.explain(
+            installation.python,
+            installation.root,
+            stock,
+            patched,
+            [_capability(text) for text in capabilities or ()] or CAPABILITIES,
+            dtypes or DTYPES,
+            kv_cache_dtypes or KV_CACHE_DTYPES,
+            TIMEOUT_S,
+        )
+    if isinstance(answer, NotRun | ProbeFailed):
+        detail = answer.detail if isinstance(answer, ProbeFailed) else ()
+        raise Failed(
+            "vLLM's selector could not be asked",
+            where=str(installation.root),
+            found="; ".join((answer.reason, *detail)),
+            todo="explain needs torch and what vLLM imports; no GPU",
+        )
+    rows = []
+    for row in answer.rows:
+        capability, dtype, kv = map(str, row.case)
+        rows.append(
+            (
+                capability,
+                dtype,
+                kv,
+                row.before.selected or "none",
+                row.after.selected or "none",
+                _need(row),
+            )
+        )
+        for name, reasons in row.after.reasons.items():
+            why = [
+                answer.import_errors.get(name, r) if r == "ImportError" else r
+                for r in reasons
+            ]
+            if why:
+                rows.append(("", "", "", "", f"  not {name}", "; ".join(why)))
+    served = sum(row.before.selected is not None for row in answer.rows)
+    after = sum(row.after.selected is not None for row in answer.rows)
+    return Report(
+        "explain",
+        f"of {len(answer.rows)} cases stock vLLM {installation.version} serves "
+        f"{served}, the patched one {after}",
+        table=Table(
+            ("GPU", "dtype", "KV dtype", "before", "after", "why"), tuple(rows)
+        ),
+        notes=report.where(installation),
+        data={
+            "installation": report.installation_data(installation),
+            "cases": [
+                {
+                    "capability": str(row.case.capability),
+                    "dtype": row.case.dtype,
+                    "kv_cache_dtype": row.case.kv_cache_dtype,
+                    "before": row.before.selected,
+                    "after": row.after.selected,
+                    "reasons_before": {
+                        k: list(v) for k, v in row.before.reasons.items()
+                    },
+                    "reasons_after": {k: list(v) for k, v in row.after.reasons.items()},
+                }
+                for row in answer.rows
+            ],
+        },
+    )
+
+
+def list_releases(patches: PatchSet) -> Report:
+    """The releases that are known, and the features with the patch for each."""
+    rows = []
+    for release in patches.releases:
+        for feature in patches.features:
+            patch = feature.variant_for(Version(release)).patch
+            rows.append((release, feature.name, patch, feature.summary))
+    return Report(
+        "list",
+        f"releases known: {len(patches.releases)}; features: {len(patches.features)}",
+        table=Table(("vLLM", "feature", "patch", "what it does"), tuple(rows)),
+        data={
+            "releases": list(patches.releases),
+            "features": [
+                {"name": f.name, "summary": f.summary} for f in patches.features
+            ],
+        },
+    )
+
+
+def _plan(
+    installation: Installation,
+    patches: PatchSet,
+    inspection: Inspection,
+    features: Sequence[str],
+    allow_unlisted: bool,
+) -> Plan:
+    """The plan for the stock files, whatever was applied to them."""
+
+    def read(path: str) -> bytes | None:
+        return state.stock(installation.root, inspection.state, path)
+
+    chosen = manifest.choose(patches, features)
+    series = manifest.select(
+        patches, chosen, installation.version, read, allow_unlisted
+    )
+    return plan.make(series, read)
+
+
+def _status_of_stock(
+    installation: Installation,
+    patches: PatchSet,
+    inspection: Inspection,
+    notes: tuple[str, ...],
+    data: dict[str, Any],
+) -> Report:
+    try:
+        wanted = _plan(installation, patches, inspection, (), False)
+    except PatchError as error:
+        return Report(
+            "status",
+            f"not applied, and 'apply' would refuse: {error.what}",
+            "glm5-patch apply --dry-run, which says more",
+            notes=notes,
+            data={**data, "applicable": False},
+        )
+    return Report(
+        "status",
+        f"not applied; the files are those of vLLM {wanted.release}",
+        "glm5-patch apply",
+        notes=notes,
+        data={**data, "applicable": True},
+    )
+
+
+def _level(name: str | None) -> Level:
+    if name is None:
+        return Level.SELECT
+    try:
+        return Level(name)
+    except ValueError:
+        raise Usage(
+            f"no level is called {name!r}",
+            expected=" or ".join(level.value for level in Level),
+        ) from None
+
+
+def _capability(text: str) -> Capability:
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise Usage(
+            "a compute capability is two numbers",
+            expected="such as 12.0",
+            found=repr(text),
+        )
+    return Capability(int(major), int(minor))
+
+
+def _need(row: Row) -> str:
+    """Whether the patch is what serves a case."""
+    if row.before.selected is not None:
+        return "stock vLLM serves this; the patch is not needed"
+    if row.after.selected is not None:
+        return "served by the patch"
+    return "nothing serves this"

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One writing run at a time for each site-packages.
+
+The kernel's ``flock`` frees itself when its holder dies, and needs no library. The
+lock file lies in the state's folder and goes with it, so a run that waited must see
+whether the file it locked is still the one that others would find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from glm5_patch import tree
+from glm5_patch.errors import Busy
+from glm5_patch.state import FOLDER, STATE
+
+LOCK = f"{FOLDER}/lock"
+WAIT_S = 10.0
+_POLL_S = 0.05
+
+
+@contextlib.contextmanager
+def exclusive(root: Path, wait_s: float = WAIT_S) -> Iterator[None]:
+    """Hold the lock of ``root``; leave no folder behind if no state is in it.
+
+    Raises ``Busy`` after ``wait_s`` seconds, and ``NotPermitted`` where the folder
+    cannot be made.
+    """
+    try:
+        descriptor = _acquire(root, time.monotonic() + wait_s)
+    except OSError as error:
+        raise tree.refused(error, root / LOCK) from error
+    try:
+        yield
+    finally:
+        if not (root / STATE).exists():
+            with contextlib.suppress(OSError):
+                (root / LOCK).unlink()
+                (root / FOLDER).rmdir()
+        os.close(descriptor)
+
+
+def is_held(root: Path) -> bool:
+    """Whether a writing run is at work; writes nothing."""
+    try:
+        descriptor = os.open(tree.target(root, LOCK), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise tree.refused(error, root / LOCK) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _acquire(root: Path, deadline: float) -> int:
+    file = tree.target(root, LOCK)
+    while True:
+        file.parent.mkdir(exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(file, flags, 0o644)
+        except FileNotFoundError:
+            continue  # the run before us has just removed the folder
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            if time.monotonic() >= deadline:
+                raise Busy(
+                    "another run of glm5-patch is at work here",
+                    where=str(file),
+                    todo="wait for it to end, then try again",
+                ) from None
+            time.sleep(_POLL_S)
+            continue
+        if os.fstat(descriptor).st_nlink > 0:
+            return descriptor
+        os.close(descriptor)

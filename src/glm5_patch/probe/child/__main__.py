@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point: ``python .../child/__main__.py ANSWER_DESCRIPTOR < request``.
+
+Python puts a script's own folder first on the path, where any file name would shadow
+a module of the target. That entry goes at once; our modules are loaded by location,
+as a package under a name that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+
+_PACKAGE = "_glm5_patch_probe_child"
+
+
+def _start() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    cwd = os.getcwd()  # noqa: PTH109
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", here, cwd)]
+    spec = importlib.util.spec_from_file_location(
+        _PACKAGE,
+        os.path.join(here, "__init__.py"),  # noqa: PTH118
+        submodule_search_locations=[here],
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no package in {here}")
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[_PACKAGE] = package
+    spec.loader.exec_module(package)
+    main = importlib.import_module(f"{_PACKAGE}.answer").main
+    main(int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    _start()

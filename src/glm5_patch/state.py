@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The note that an apply leaves beside the package, and what the tree says to it.
+
+The folder ``.glm5-patch`` beside ``vllm/`` holds ``state.json``, the originals of all
+changed files, and the lock. It is the journal too: its phase is written before the
+first change and after the last one. Reading it never writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from urllib.parse import quote
+
+from glm5_patch import relpath, tree
+from glm5_patch.diff import PACKAGES
+from glm5_patch.errors import Failed
+from glm5_patch.locate import Installation
+from glm5_patch.manifest import sha256
+
+FOLDER = ".glm5-patch"
+STATE = f"{FOLDER}/state.json"
+ORIGINALS = f"{FOLDER}/originals"
+FORMAT = 1
+
+
+class Phase(str, Enum):
+    """How far the last writing run came."""
+
+    APPLYING = "applying"
+    APPLIED = "applied"
+    REVERTING = "reverting"
+
+
+class Kind(str, Enum):
+    """Why a file is in the state."""
+
+    PATCHED = "patched"
+    ADDED = "added"
+    RECORD = "record"
+    BYTECODE = "bytecode"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file that an apply changes; a hash is None where there is no file."""
+
+    path: str
+    kind: Kind
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True)
+class State:
+    """What an apply did, or was about to do."""
+
+    phase: Phase
+    installed: str
+    """The version label of the vLLM that was patched."""
+    release: str
+    tested: bool
+    features: tuple[str, ...]
+    digest: str
+    entries: tuple[Entry, ...]
+    folders: tuple[str, ...] = ()
+    """Folders that the added files needed, outermost first."""
+
+
+class Condition(str, Enum):
+    """What the tree and the state say together."""
+
+    NOT_APPLIED = "not applied"
+    APPLIED = "applied"
+    DRIFTED = "drifted"
+    INTERRUPTED = "interrupted"
+    REPLACED = "replaced"
+    """Another vLLM was installed over the patched one."""
+
+
+class Found(str, Enum):
+    """What stands at an entry's path."""
+
+    STOCK = "stock"
+    PATCHED = "patched"
+    EDITED = "edited"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A state with what was found at each of its paths, bytecode left out."""
+
+    condition: Condition
+    state: State | None = None
+    found: tuple[tuple[Entry, Found], ...] = ()
+
+
+def dump(state: State) -> bytes:
+    """``state`` as the bytes of ``state.json``."""
+    return (json.dumps({"format": FORMAT, **asdict(state)}, indent=1) + "\n").encode()
+
+
+def load(root: Path) -> State | None:
+    """Read and check the state below ``root``; None if there is none."""
+    data = tree.read(root, STATE)
+    if data is None:
+        return None
+    try:
+        table = json.loads(data)
+        if table.pop("format") != FORMAT:
+            raise ValueError("written by another version of glm5-patch")
+        return State(
+            phase=Phase(table["phase"]),
+            installed=str(table["installed"]),
+            release=str(table["release"]),
+            tested=table["tested"] is True,
+            features=tuple(str(name) for name in table["features"]),
+            digest=str(table["digest"]),
+            entries=tuple(_entry(e) for e in table["entries"]),
+            folders=tuple(
+                relpath.checked(f, STATE, PACKAGES) for f in table["folders"]
+            ),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Failed(
+            "the note of what was applied cannot be read",
+            where=str(root / STATE),
+            found=str(error),
+            todo=f"the originals are below {root / ORIGINALS}; "
+            "keep them, and install vLLM again",
+        ) from error
+
+
+def inspect(installation: Installation) -> Inspection:
+    """Compare the state with the tree."""
+    state = load(installation.root)
+    if state is None:
+        return Inspection(Condition.NOT_APPLIED)
+    found = tuple(
+        (entry, find(installation.root, entry))
+        for entry in state.entries
+        if entry.kind is not Kind.BYTECODE
+    )
+    kinds = {f for _, f in found}
+    if state.phase is not Phase.APPLIED:
+        condition = Condition.INTERRUPTED
+    elif kinds == {Found.PATCHED}:
+        condition = Condition.APPLIED
+    elif installation.version != state.installed or Found.PATCHED not in kinds:
+        condition = Condition.REPLACED
+    else:
+        condition = Condition.DRIFTED
+    return Inspection(condition, state, found)
+
+
+def find(root: Path, entry: Entry) -> Found:
+    """What stands at the path of ``entry``."""
+    data = tree.read(root, entry.path)
+    have = None if data is None else sha256(data)
+    if have == entry.after:
+        return Found.PATCHED
+    if have == entry.before:
+        return Found.STOCK
+    return Found.MISSING if data is None else Found.EDITED
+
+
+def stock(root: Path, state: State | None, path: str) -> bytes | None:
+    """The bytes that the installer put at ``path``, whatever was applied since."""
+    data = tree.read(root, path)
+    entry = next((e for e in state.entries if e.path == path), None) if state else None
+    if entry is None or data is None or sha256(data) != entry.after:
+        return data
+    return original(root, entry)
+
+
+def kept(root: Path, entry: Entry) -> Path:
+    """Where the original of ``entry`` is kept."""
+    return root / ORIGINALS / quote(entry.path, safe="")
+
+
+def original(root: Path, entry: Entry) -> bytes | None:
+    """The kept original of ``entry``, checked; None where there was no file."""
+    if entry.before is None:
+        return None
+    file = kept(root, entry)
+    data = tree.read(root, file.relative_to(root).as_posix())
+    if data is None or sha256(data) != entry.before:
+        raise Failed(
+            "the original of a file is missing or was changed",
+            where=str(file),
+            expected=f"sha256 {entry.before}",
+            found="no such file" if data is None else f"sha256 {sha256(data)}",
+            todo="install vLLM again",
+        )
+    return data
+
+
+_RECORD = re.compile(r"vllm-[0-9A-Za-z.+!_]+\.dist-info")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def _entry(table: dict[str, object]) -> Entry:
+    kind = Kind(table["kind"])
+    path = table["path"]
+    top: tuple[str, ...] = PACKAGES
+    if kind is Kind.RECORD and isinstance(path, str):
+        folder = path.removesuffix("/RECORD")
+        top = (folder,) if _RECORD.fullmatch(folder) else ()
+    return Entry(
+        relpath.checked(path, STATE, top),
+        kind,
+        _hash(table["before"]),
+        _hash(table["after"]),
+    )
+
+
+def _hash(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and _SHA256.fullmatch(value):
+        return value
+    raise ValueError(f"{value!r} is no sha256")

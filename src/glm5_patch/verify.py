@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of an applied patch, each level deeper than the one before it.
+
+``files``: the bytes are ours, and the originals are there. ``import``: vLLM imports
+what was added. ``select``: its selector picks our backend where stock vLLM has none,
+and nothing else changes. The last two run in the target's own interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from glm5_patch import overlay, transaction
+from glm5_patch.errors import PatchError
+from glm5_patch.locate import Installation
+from glm5_patch.plan import Plan
+from glm5_patch.probe.explain import ask_both
+from glm5_patch.probe.judge import (
+    BLOCK_SIZE_ON,
+    CASES,
+    judge_imports,
+    judge_selection,
+)
+from glm5_patch.probe.model import Answer, NotRun, Ran, Request
+from glm5_patch.probe.run import run_probe
+from glm5_patch.state import Condition, Inspection
+
+TIMEOUT_S = 300.0
+"""For one probe: importing vLLM takes 10 to 60 s, by disk and processor."""
+
+
+class Level(str, Enum):
+    """How deep to check."""
+
+    FILES = "files"
+    IMPORT = "import"
+    SELECT = "select"
+
+
+class Outcome(str, Enum):
+    """What became of a level."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One level's outcome, and what it found."""
+
+    level: Level
+    outcome: Outcome
+    details: tuple[str, ...] = ()
+
+
+def check(
+    installation: Installation, inspection: Inspection, plan: Plan, deepest: Level
+) -> tuple[Result, ...]:
+    """Run every level down to ``deepest``; one that fails stops those below it.
+
+    ``plan`` is what the patch set makes of the stock files.
+    """
+    results = [_files(installation, inspection)]
+    if deepest is Level.FILES:
+        return tuple(results)
+    if results[0].outcome is not Outcome.PASSED:
+        return (*results, *_not_run(_below(Level.FILES, deepest), "the files failed"))
+    if installation.python is None:
+        reason = (
+            "no interpreter belongs to this folder; "
+            "use --python PATH in place of --site-packages"
+        )
+        return (*results, *_not_run(_below(Level.FILES, deepest), reason))
+    modules = tuple(overlay.module_of(a.path) for a in plan.additions)
+    if deepest is Level.IMPORT:
+        answer = run_probe(
+            installation.python,
+            Request(installation.root, modules=modules),
+            TIMEOUT_S,
+        )
+        return (*results, _import(answer))
+    with overlay.sides(plan) as (stock, _):
+        before, after = ask_both(
+            installation.python,
+            Request(installation.root, stock, cases=CASES),
+            Request(
+                installation.root,
+                modules=modules,
+                cases=CASES,
+                block_size_on=BLOCK_SIZE_ON,
+            ),
+            TIMEOUT_S,
+        )
+    imported = _import(after)
+    if imported.outcome is not Outcome.PASSED:
+        reason = imported.details[0] if imported.details else "the import failed"
+        return (*results, imported, *_not_run([Level.SELECT], reason))
+    return (*results, imported, _select(before, after))
+
+
+def _files(installation: Installation, inspection: Inspection) -> Result:
+    if inspection.condition is not Condition.APPLIED:
+        details = [f"the patch is {inspection.condition.value}"]
+        details += [
+            f"{entry.path}: {found.value}"
+            for entry, found in inspection.found
+            if found.value != "patched"
+        ]
+        return Result(Level.FILES, Outcome.FAILED, tuple(details))
+    try:
+        transaction.check_revertible(installation.root, inspection)
+    except PatchError as error:
+        return Result(Level.FILES, Outcome.FAILED, (f"{error.what}: {error.where}",))
+    return Result(
+        Level.FILES, Outcome.PASSED, (f"{len(inspection.found)} files as applied",)
+    )
+
+
+def _import(answer: Answer) -> Result:
+    if not isinstance(answer, Ran):
+        return _unanswered(Level.IMPORT, answer)
+    violations = judge_imports(answer)
+    if violations:
+        return Result(Level.IMPORT, Outcome.FAILED, tuple(map(str, violations)))
+    names = ", ".join(module.name.rpartition(".")[2] for module in answer.modules)
+    return Result(Level.IMPORT, Outcome.PASSED, (f"{names} import",))
+
+
+def _select(before: Answer, after: Answer) -> Result:
+    for answer in (before, after):
+        if not isinstance(answer, Ran):
+            return _unanswered(Level.SELECT, answer)
+    assert isinstance(before, Ran) and isinstance(after, Ran)
+    violations = judge_selection(before, after)
+    if violations:
+        return Result(Level.SELECT, Outcome.FAILED, tuple(map(str, violations)))
+    kept = sum(s.selected is not None for s in before.selections)
+    return Result(
+        Level.SELECT,
+        Outcome.PASSED,
+        (f"{len(CASES)} simulated cases; {kept} that stock vLLM serves are unchanged",),
+    )
+
+
+def _unanswered(level: Level, answer: Answer) -> Result:
+    if isinstance(answer, NotRun):
+        return Result(level, Outcome.NOT_RUN, (answer.reason,))
+    assert not isinstance(answer, Ran)
+    return Result(level, Outcome.FAILED, (answer.reason, *answer.detail))
+
+
+def _not_run(levels: Sequence[Level], reason: str) -> tuple[Result, ...]:
+    return tuple(Result(level, Outcome.NOT_RUN, (reason,)) for level in levels)
+
+
+def _below(level: Level, deepest: Level) -> list[Level]:
+    order = list(Level)
+    return order[order.index(level) + 1 : order.index(deepest) + 1]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every kernel variant for every chip, without a GPU; print JSON.
+
+Run in a process of its own: under TRITON_INTERPRET=1 `@triton.jit` makes
+objects that cannot be compiled.
+
+    python tests/kernels/compile_variants.py [ARCH ...]
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(
+    0, str(Path(__file__).parents[2] / "patches/files/vllm/v1/attention/ops")
+)
+
+import triton_sparse_mla as mla
+import triton_sparse_slots as lookup
+
+# Shared memory that one program may have, in bytes (CUDA programming guide).
+SHARED_LIMIT = {
+    80: 166_912,
+    86: 101_376,
+    89: 101_376,
+    90: 232_448,
+    120: 101_376,
+    121: 101_376,
+}
+# One head count on each side of every decision of launch_config.
+HEADS = (8, 64)
+# What vLLM passes is 16-aligned; a pool with odd strides is not, and then the
+# loads are narrower. Strides of a giant pool do not fit 32 bits.
+LAYOUTS = ("aligned", "odd", "wide")
+
+
+def compile_for(
+    kernel: triton.JITFunction,
+    arch: int,
+    pointers: dict[str, str],
+    constants: dict[str, int],
+    integer: str,
+    aligned: bool,
+    options: dict[str, int],
+) -> dict[str, int]:
+    """Compile one variant; give its shared memory, registers and stack.
+
+    `pointers` gives a type to every argument that is no integer. A stack is
+    where spilled registers go: this kernel has no arrays, so 0 means none.
+    """
+    signature, hints = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = pointers.get(name, integer)
+        is_pointer = signature[name].startswith("*")
+        is_stride = name.startswith("stride_") and name != "stride_lse_t"
+        if is_pointer or (is_stride and aligned):
+            hints[(position,)] = [["tt.divisibility", 16]]
+    built = triton.compile(
+        ASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", arch, 32),
+        options=options,
+    )
+    return {"shared": built.metadata.shared, **resources(built.asm["cubin"])}
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack of the kernel in a cubin, from Triton's own cuobjdump."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage)
+    if match is None:
+        raise ValueError(f"cuobjdump must report REG, STACK and LOCAL, found {usage!r}")
+    registers, stack, local = map(int, match.groups())
+    return {"registers": registers, "stack": stack, "local": local}
+
+
+def variants(archs: list[int]) -> list[dict[str, object]]:
+    results = []
+    for arch in archs:
+        for layout in LAYOUTS:
+            integer = "i64" if layout == "wide" else "i32"
+            aligned = layout != "odd"
+            for dtype in ("fp16", "bf16"):
+                for heads in HEADS:
+                    config = mla.launch_config(divmod(arch, 10), heads)
+                    measured = compile_for(
+                        mla._sparse_mla_kernel,
+                        arch,
+                        {
+                            **dict.fromkeys(
+                                ("q_nope", "q_pe", "kv_cache", "out"), f"*{dtype}"
+                            ),
+                            "slots": "*i32",
+                            "lse": "*fp32",
+                            "scale_log2": "fp32",
+                        },
+                        {
+                            "TOPK": 2000 if layout == "odd" else 2048,
+                            "PAGE": 64,
+                            "LATENT": mla.LATENT_DIM,
+                            "ROPE": mla.ROPE_DIM,
+                            "BLOCK_H": config.block_h,
+                            "BLOCK_N": config.block_n,
+                            "INTERPRETED": False,
+                        },
+                        integer,
+                        aligned,
+                        {
+                            "num_warps": config.num_warps,
+                            "num_stages": config.num_stages,
+                        },
+                    )
+                    name = f"sm{arch}-sparse_mla-{dtype}-heads{heads}-{layout}"
+                    results.append({"name": name, "arch": arch, **measured})
+            measured = compile_for(
+                lookup._slots_kernel,
+                arch,
+                dict.fromkeys(
+                    ("positions", "block_table", "req_of_token", "slots"), "*i32"
+                ),
+                {"PAGE": 64, "BLOCK": lookup.BLOCK},
+                integer,
+                aligned,
+                {"num_warps": 8},
+            )
+            results.append(
+                {"name": f"sm{arch}-slots-{layout}", "arch": arch, **measured}
+            )
+    return results
+
+
+if __name__ == "__main__":
+    archs = [int(arch) for arch in sys.argv[1:]] or list(SHARED_LIMIT)
+    json.dump({"triton": triton.__version__, "variants": variants(archs)}, sys.stdout)

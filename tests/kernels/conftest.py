@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the kernels run: compiled on a GPU when there is one, else interpreted.
+
+Nothing is skipped for want of a GPU but what measures the GPU itself. Triton
+decides at import, function by function, so this file must come before it.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FILES = Path(__file__).parents[2] / "patches" / "files"
+sys.path.insert(0, str(FILES / "vllm" / "v1" / "attention" / "ops"))
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton.language as tl  # noqa: E402
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+
+if DEVICE == "cpu" and not isinstance(tl.cdiv, InterpretedFunction):
+    raise pytest.UsageError(
+        "triton was imported before tests/kernels/conftest.py could ask for its "
+        "interpreter: run with TRITON_INTERPRET=1"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return DEVICE

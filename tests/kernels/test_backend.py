@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend inside a real vLLM tree: its real base classes, our files laid over.
+
+GLM5_PATCH_TREES names a folder that holds `<version>/vllm`, as unpacked from the
+wheels; GLM5_PATCH_TREE_VERSION chooses, 0.16.0 unless set. The interpreter needs
+what tests/releases/requirements-select.txt lists. What is not real here: the
+configuration, of which the builder reads four values, and the indexer, whose
+picks are drawn. The layer around the backend and the write of the cache do not run.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import PAGE, ROW_DIM
+from compare import MismatchError, check_lse, check_out
+
+FILES = Path(__file__).parents[2] / "patches" / "files"
+VERSION = os.environ.get("GLM5_PATCH_TREE_VERSION", "0.16.0")
+TOPK, MAX_TOKENS, HEADS = 48, 64, 8
+SCALE = 256**-0.5
+
+
+@pytest.fixture(scope="module")
+def vllm_backend() -> ModuleType:
+    """Our backend module, imported into the tree's own vllm package."""
+    trees = os.environ.get("GLM5_PATCH_TREES")
+    if trees is None:
+        pytest.skip("GLM5_PATCH_TREES names no folder of vLLM trees")
+    tree = Path(trees, VERSION)
+    sys.path.insert(0, str(tree))
+    assert Path(importlib.import_module("vllm").__file__).is_relative_to(tree)
+    for package in ("vllm.v1.attention.ops", "vllm.v1.attention.backends.mla"):
+        module = importlib.import_module(package)
+        module.__path__.append(str(FILES / package.replace(".", "/")))
+    return importlib.import_module("vllm.v1.attention.backends.mla.triton_mla_sparse")
+
+
+@pytest.fixture
+def builder(vllm_backend: ModuleType, device: str) -> Any:
+    config = SimpleNamespace(
+        speculative_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(index_topk=TOPK),
+        ),
+    )
+    backend = vllm_backend.TritonMLASparseBackend
+    return backend.get_builder_cls()(
+        SimpleNamespace(block_size=PAGE), ["layer"], config, torch.device(device)
+    )
+
+
+def make_impl(vllm_backend: ModuleType, **changes: Any) -> Any:
+    arguments = {
+        "num_heads": HEADS,
+        "head_size": ROW_DIM,
+        "scale": SCALE,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+        "logits_soft_cap": None,
+        "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None,
+        "q_lora_rank": 2048,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "qk_head_dim": 256,
+        "v_head_dim": 256,
+        "kv_b_proj": None,
+        "indexer": None,
+        **changes,
+    }
+    return vllm_backend.TritonMLASparseBackend.get_impl_cls()(**arguments)
+
+
+def common_metadata(device: str, query_lens: list[int], padding: int = 0) -> Any:
+    """vLLM's own metadata for requests of these query lengths, 128 tokens of context.
+
+    `padding` tokens follow that belong to no request, as in a captured graph.
+    """
+    backend = importlib.import_module("vllm.v1.attention.backend")
+    ends = torch.tensor([0, *query_lens]).cumsum(0).int()
+    num_tokens = int(ends[-1]) + padding
+    table = torch.randperm(
+        4 * len(query_lens), generator=torch.Generator().manual_seed(2)
+    )
+    return backend.CommonAttentionMetadata(
+        query_start_loc=ends.to(device),
+        query_start_loc_cpu=ends,
+        seq_lens=torch.tensor([128 + n for n in query_lens]).int().to(device),
+        num_reqs=len(query_lens),
+        num_actual_tokens=num_tokens,
+        max_query_len=max(query_lens),
+        max_seq_len=128 + max(query_lens),
+        block_table_tensor=table.view(-1, 4).int().to(device),
+        slot_mapping=torch.arange(num_tokens, device=device),
+    )
+
+
+def batch(device: str, tokens: int, blocks: int, dtype: torch.dtype) -> Any:
+    """Query in two parts as vLLM passes it, a cache, and the indexer's picks."""
+    generator = torch.Generator().manual_seed(tokens)
+    latent = torch.randn(HEADS, tokens, 512, generator=generator).transpose(0, 1)
+    rope = torch.randn(tokens, HEADS, 256, generator=generator)[..., 192:]
+    cache = torch.randn(blocks, PAGE, ROW_DIM, generator=generator)
+    picks = torch.rand(MAX_TOKENS, 128, generator=generator).argsort(dim=1)
+    picks = picks[:, :TOPK].int().contiguous()
+    picks[::3, 30:] = -1
+    return SimpleNamespace(
+        q=(latent.to(dtype).to(device), rope.to(dtype).to(device)),
+        cache=cache.to(dtype).to(device),
+        picks=picks.to(device),
+    )
+
+
+def expect(data: Any, table: torch.Tensor, req_of_token: list[int]) -> Any:
+    slots = reference.slots_from_positions(
+        data.picks[: len(req_of_token)],
+        table.cpu(),
+        torch.tensor(req_of_token),
+        PAGE,
+    )
+    q = torch.cat(data.q, dim=-1)[: len(req_of_token)]
+    return reference.sparse_mla(q, data.cache, slots.to(q.device), SCALE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3], [5, 1, 9]], ids=str)
+def test_a_batch_agrees_with_the_reference(
+    query_lens: list[int],
+    dtype: torch.dtype,
+    vllm_backend: ModuleType,
+    builder: Any,
+    device: str,
+) -> None:
+    """Decode, speculative decode, and prefill beside decode; then a padding token."""
+    cm = common_metadata(device, query_lens, padding=1)
+    metadata = builder.build(0, cm)
+    owners = [r for r, n in enumerate(query_lens) for _ in range(n)]
+    assert metadata.req_of_token.tolist() == [*owners, len(query_lens)]
+    assert metadata.num_decode_tokens == metadata.num_actual_tokens
+
+    data = batch(device, len(owners) + 1, 4 * len(query_lens), dtype)
+    indexer = SimpleNamespace(topk_indices_buffer=data.picks)
+    impl = make_impl(vllm_backend, indexer=indexer)
+    out, lse = impl.forward_mqa(data.q, data.cache, metadata, None)
+    wanted_out, wanted_lse = expect(data, cm.block_table_tensor, [*owners, -1])
+    check_out("batch", out, wanted_out)
+    check_lse("batch", lse, wanted_lse)
+    assert torch.equal(out[-1], torch.zeros_like(out[-1])), "padding has no keys"
+
+    # The same numbers under another request's table must not pass.
+    swapped = cm.block_table_tensor.roll(1, dims=0)
+    with pytest.raises(MismatchError):
+        check_out("swapped", out, expect(data, swapped, [*owners, -1])[0])
+
+
+def test_one_query_tensor_equals_two_parts(
+    vllm_backend: ModuleType, builder: Any, device: str
+) -> None:
+    metadata = builder.build(0, common_metadata(device, [2, 1]))
+    data = batch(device, 3, 8, torch.float16)
+    impl = make_impl(vllm_backend, topk_indices_buffer=data.picks)
+    two, _ = impl.forward_mqa(data.q, data.cache, metadata, None)
+    one, _ = impl.forward_mqa(torch.cat(data.q, dim=-1), data.cache, metadata, None)
+    assert torch.equal(one, two)
+
+
+def test_q_may_have_fewer_rows_than_the_metadata(
+    vllm_backend: ModuleType, builder: Any, device: str
+) -> None:
+    metadata = builder.build(0, common_metadata(device, [5, 2]))
+    data = batch(device, 7, 8, torch.float16)
+    impl = make_impl(vllm_backend, topk_indices_buffer=data.picks)
+    whole, _ = impl.forward_mqa(data.q, data.cache, metadata, None)
+    few = tuple(part[:4] for part in data.q)
+    first, lse = impl.forward_mqa(few, data.cache, metadata, None)
+    assert list(lse.shape) == [4, HEADS]
+    assert torch.equal(first, whole[:4])
+
+
+def test_the_buffers_of_a_captured_graph_stay_where_they_are(
+    builder: Any, device: str
+) -> None:
+    first = builder.build(0, common_metadata(device, [1, 1])).req_of_token
+    second = builder.build(0, common_metadata(device, [9, 1, 3])).req_of_token
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_a_batch_beyond_the_buffers_is_refused(builder: Any, device: str) -> None:
+    with pytest.raises(ValueError, match="= 64 tokens, found 65"):
+        builder.build(0, common_metadata(device, [65]))
+
+
+def test_the_indexer_is_asked_at_every_use(vllm_backend: ModuleType) -> None:
+    """A draft model's indexer is pointed at the target's buffer after the fact."""
+    indexer = SimpleNamespace(topk_indices_buffer=torch.zeros(1))
+    impl = make_impl(vllm_backend, indexer=indexer)
+    indexer.topk_indices_buffer = torch.ones(1)
+    assert impl.topk_indices_buffer is indexer.topk_indices_buffer
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({}, ValueError, "an indexer or a topk_indices_buffer, found neither"),
+        (
+            {"sliding_window": 128},
+            NotImplementedError,
+            "none of alibi_slopes, sliding_window, logits_soft_cap, "
+            "found sliding_window=128",
+        ),
+        ({"kv_lora_rank": 256}, NotImplementedError, "512, found 576 and 256"),
+    ],
+    ids=["no-picks", "sliding-window", "other-model"],
+)
+def test_what_cannot_be_served_is_refused(
+    changes: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    vllm_backend: ModuleType,
+) -> None:
+    with pytest.raises(error, match=message):
+        make_impl(vllm_backend, **changes)
+
+
+def reasons(vllm_backend: ModuleType, **changes: Any) -> list[str]:
+    """The reasons of vLLM's own validation."""
+    capability = SimpleNamespace(major=12, minor=0)
+    arguments = {
+        "head_size": 576,
+        "dtype": torch.float16,
+        "kv_cache_dtype": "auto",
+        "block_size": None,  # as the platform passes it
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": True,
+        "use_mm_prefix": False,
+        "device_capability": capability,
+        "attn_type": "decoder",
+        **changes,
+    }
+    validate = vllm_backend.TritonMLASparseBackend.validate_configuration
+    # Releases add questions, all of them about features that are off.
+    for name, parameter in inspect.signature(validate).parameters.items():
+        if parameter.default is parameter.empty:
+            arguments.setdefault(name, False)
+    return validate(**arguments)
+
+
+@pytest.mark.parametrize("major", [8, 9, 10, 12])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_both_dtypes_are_served_from_sm80_on(
+    dtype: torch.dtype, major: int, vllm_backend: ModuleType
+) -> None:
+    capability = SimpleNamespace(major=major, minor=0)
+    assert not reasons(vllm_backend, dtype=dtype, device_capability=capability)
+
+
+def test_sm75_is_not_served(vllm_backend: ModuleType) -> None:
+    capability = SimpleNamespace(major=7, minor=5)
+    assert reasons(vllm_backend, device_capability=capability) == [
+        "compute capability not supported"
+    ]
+
+
+@pytest.mark.parametrize("kv", ["fp8", "fp8_e4m3", "fp8_ds_mla"])
+def test_a_quantised_cache_is_refused_in_a_sentence(
+    kv: str, vllm_backend: ModuleType
+) -> None:
+    assert reasons(vllm_backend, kv_cache_dtype=kv, dtype=torch.bfloat16) == [
+        "kv_cache_dtype not supported",
+        "TRITON_MLA_SPARSE keeps the KV cache in the model's own dtype, but "
+        f"kv_cache_dtype is {kv!r} (a checkpoint can set that by itself): "
+        "pass --kv-cache-dtype bfloat16",
+    ]
+
+
+def test_a_cache_of_the_other_dtype_is_refused(vllm_backend: ModuleType) -> None:
+    assert reasons(vllm_backend, kv_cache_dtype="bfloat16") == [
+        "TRITON_MLA_SPARSE keeps the KV cache in the model's own dtype, float16, "
+        "but kv_cache_dtype is 'bfloat16': pass --kv-cache-dtype auto"
+    ]
+    assert not reasons(vllm_backend, kv_cache_dtype="bfloat16", dtype=torch.bfloat16)

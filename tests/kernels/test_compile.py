@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every variant compiles for every chip and fits it, on a machine without one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compile_variants import HEADS, LAYOUTS, SHARED_LIMIT
+from triton_sparse_mla import MAX_HEADS, launch_config
+
+SCRIPT = Path(__file__).with_name("compile_variants.py")
+
+Variants = dict[str, dict[str, int]]
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> Variants:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("t"))}
+    environment.pop("TRITON_INTERPRET", None)
+    child = subprocess.run(
+        [sys.executable, SCRIPT], capture_output=True, text=True, env=environment
+    )
+    assert child.returncode == 0, child.stderr
+    report = json.loads(child.stdout)
+    print(f"\ntriton {report['triton']}: bytes of shared memory, registers, stack")
+    for v in report["variants"]:
+        print(f"{v['name']:42} {v['shared']:7} {v['registers']:4} {v['stack']:4}")
+    return {v["name"]: v for v in report["variants"]}
+
+
+def test_all_chips_dtypes_heads_and_layouts_are_there(variants: Variants) -> None:
+    attention = len(SHARED_LIMIT) * 2 * len(HEADS) * len(LAYOUTS)
+    lookup = len(SHARED_LIMIT) * len(LAYOUTS)
+    assert len(variants) == attention + lookup
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+def test_the_head_counts_stand_for_all(arch: int) -> None:
+    capability = divmod(arch, 10)
+    every = {launch_config(capability, n) for n in range(1, MAX_HEADS + 1)}
+    assert every == {launch_config(capability, n) for n in HEADS}
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+def test_shared_memory_fits_the_chip(arch: int, variants: Variants) -> None:
+    too_large = {
+        name: v["shared"]
+        for name, v in variants.items()
+        if v["arch"] == arch and v["shared"] > SHARED_LIMIT[arch]
+    }
+    assert not too_large, f"sm{arch} has {SHARED_LIMIT[arch]} bytes"
+
+
+def test_no_register_is_spilled(variants: Variants) -> None:
+    spilled = {
+        name: (v["stack"], v["local"])
+        for name, v in variants.items()
+        if v["stack"] or v["local"]
+    }
+    assert not spilled
