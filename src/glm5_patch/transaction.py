@@ -180,8 +180,8 @@ def _restore(root: Path, done: State, replaced: bool = False) -> None:
                 files.rename(state.kept(root, entry), target)
     _restore_bytecode(root, done, replaced)
     for path in reversed(done.folders):
-        files.remove_folder(tree.target(root, f"{path}/__pycache__"))
-        files.remove_folder(tree.target(root, path))
+        files.remove_folder(tree.folder(root, f"{path}/__pycache__"))
+        files.remove_folder(tree.folder(root, path))
     _forget(root)
 
 
@@ -201,7 +201,7 @@ def _restore_bytecode(root: Path, done: State, replaced: bool) -> None:
 
 
 def _forget(root: Path) -> None:
-    originals = tree.target(root, f"{state.ORIGINALS}/-").parent
+    originals = tree.folder(root, state.ORIGINALS)
     for file in originals.glob("*"):
         files.remove(file)
     files.remove_folder(originals)

@@ -44,6 +44,11 @@ def target(root: Path, path: str) -> Path:
     return here
 
 
+def folder(root: Path, path: str) -> Path:
+    """As ``target``, for a folder: ``root / path`` if no part of it is a link."""
+    return target(root, f"{path}/-").parent
+
+
 def read(root: Path, path: str) -> bytes | None:
     """The bytes of the plain file ``path`` below ``root``, or None if it is absent."""
     file = target(root, path)

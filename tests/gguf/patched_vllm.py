@@ -14,10 +14,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from glm5_patch.diff import apply_at, parse
+
+from glm5_patch import manifest, plan, tree
 
 RELEASES = ("0.16.0", "0.23.0")
-REPOSITORY = Path(__file__).parents[2]
 
 
 def python_of(release: str) -> str:
@@ -40,25 +40,28 @@ def stock_tree(release: str, into: Path) -> Path:
 def patched_tree(release: str, into: Path) -> Path:
     """A copy of the release with the gguf feature applied."""
     stock_tree(release, into)
-    patch = REPOSITORY / "patches/vllm/gguf" / f"{release}.patch"
-    for diff in parse(patch.read_text(), str(patch)):
-        target = into / diff.path
-        target.write_text(apply_at(diff, target.read_text()))
-    shutil.copytree(
-        REPOSITORY / "patches/files/vllm", into / "vllm", dirs_exist_ok=True
-    )
+    patches = manifest.load(manifest.bundled_root())
+    features = [feature for feature in patches.features if feature.name == "gguf"]
+    series = manifest.series(patches, features, release, tested=True)
+    made = plan.make(series, lambda path: tree.read(into, path))
+    for edit in made.edits:
+        (into / edit.path).write_bytes(edit.after)
+    for addition in made.additions:
+        target = into / addition.path
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(addition.data)
     return into
 
 
-def run_vllm(release: str, tree: Path, jobs: list[dict]) -> None:
-    """Have the release in `tree` do the jobs of `in_vllm`."""
+def run_vllm(release: str, root: Path, jobs: list[dict]) -> None:
+    """Have the release in `root` do the jobs of `in_vllm`."""
     python = python_of(release)
-    request = tree.parent / f"{tree.name}.json"
+    request = root.parent / f"{root.name}.json"
     request.write_text(json.dumps(jobs))
     done = subprocess.run(
         [python, Path(__file__).with_name("in_vllm.py"), request],
-        env={"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "HOME": str(tree.parent)},
-        cwd=tree.parent,
+        env={"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "HOME": str(root.parent)},
+        cwd=root.parent,
         capture_output=True,
         text=True,
         timeout=900,

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glm5_patch.errors import Failed
 from glm_dsa.config import Model, read_model
 from glm_dsa.header import GgufError
 from glm_dsa.names import Plan, Target, bytes_per_rank, make_plan
 from glm_dsa.shards import Checkpoint, read_checkpoint
 from packaging.version import Version
+
+from glm5_patch.errors import Failed
 
 RANKS = (1, 2, 4, 8)
 
@@ -101,6 +102,9 @@ def take(path: Path, release: Version) -> Account:
         )
     try:
         checkpoint = read_checkpoint(path)
+    except GgufError as error:
+        raise Failed(str(error)) from error
+    try:
         model = read_model(checkpoint)
     except GgufError as error:
         raise Failed(str(error), where=str(path)) from error

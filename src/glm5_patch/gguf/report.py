@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from glm5_patch.report import Report, Table
 from packaging.version import Version
 
 from glm5_patch.gguf.account import RANKS, Account, take
+from glm5_patch.report import Report, Table
 
 _SHOWN_PROBLEMS = 8
 

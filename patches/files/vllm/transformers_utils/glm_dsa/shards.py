@@ -59,7 +59,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         GgufError: a file is missing or unusable, or the files do not fit together.
     """
     paths = shard_paths(path)
-    if missing := [shard.name for shard in paths if not shard.exists()]:
+    missing = [shard.name for shard in paths if not shard.exists()]
+    if missing and len(paths) > 1:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise GgufError(
             f"{path.parent}: {len(missing)} of {len(paths)} files are missing: "
