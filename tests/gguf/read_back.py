@@ -8,7 +8,7 @@ import numpy as np
 from glm_dsa.config import read_model
 from glm_dsa.ggml import PLAIN
 from glm_dsa.header import Tensor
-from glm_dsa.names import Target, make_plan
+from glm_dsa.plan import Target, make_plan
 from glm_dsa.shards import read_checkpoint
 from tiny_glm import Arrays
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from glm_dsa.config import read_model
 from glm_dsa.header import GgufError, peek_architecture, read_header
-from glm_dsa.names import Target, bytes_per_rank, make_plan
+from glm_dsa.plan import Target, bytes_per_rank, make_plan
 from glm_dsa.shards import read_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

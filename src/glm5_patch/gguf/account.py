@@ -10,7 +10,7 @@ from typing import Any
 
 from glm_dsa.config import Model, read_model
 from glm_dsa.header import GgufError
-from glm_dsa.names import Plan, Target, bytes_per_rank, make_plan
+from glm_dsa.plan import Plan, Target, bytes_per_rank, make_plan
 from glm_dsa.shards import Checkpoint, read_checkpoint
 from packaging.version import Version
 

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.transformers_utils.glm_dsa.config import MODEL_TYPE, Model, read_model
 from vllm.transformers_utils.glm_dsa.ggml import PLAIN, TYPES
 from vllm.transformers_utils.glm_dsa.header import GgufError, Tensor
-from vllm.transformers_utils.glm_dsa.names import (
+from vllm.transformers_utils.glm_dsa.plan import (
     Load,
     Plan,
     Target,
