@@ -250,6 +250,21 @@ def test_any_bytes_after_the_magic(data: bytes, tmp_path: Path) -> None:
         read_model(read_checkpoint(path))
 
 
+def test_largest_vocabulary_ends_soon(tmp_path: Path) -> None:
+    """As many strings as are read over at all; one more is refused."""
+    path = tmp_path / "x.gguf"
+    for count, found in ((2_000_000, None), (2_000_001, "more than the file can")):
+        array = string("a") + struct.pack("<IIQ", 9, 8, count) + bytes(8 * count)
+        path.write_bytes(header([array]))
+        begin = time.perf_counter()
+        if found is None:
+            assert read_header(path).metadata == {"a": None}
+        else:
+            with pytest.raises(GgufError, match=found):
+                read_header(path)
+        assert time.perf_counter() - begin < 5
+
+
 def test_full_size_set_in_a_second(tmp_path: Path) -> None:
     first = write_full_size(tmp_path)
     begin = time.perf_counter()

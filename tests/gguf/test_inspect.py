@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from glm5_patch.errors import Failed
-from glm5_patch.report import as_json, render
 from glm_dsa.config import read_model
 from glm_dsa.header import GgufError
 from glm_dsa.shards import Checkpoint
@@ -15,8 +13,10 @@ from packaging.version import Version
 from raw_gguf import FULL, write_full_size
 from tiny_glm import SHARING, Tiny, metadata, mixed, to_gguf, weights, write
 
+from glm5_patch.errors import Failed
 from glm5_patch.gguf.account import take
 from glm5_patch.gguf.report import inspect
+from glm5_patch.report import as_json, render
 
 NEW, OLD = Version("0.23.0"), Version("0.16.0")
 
@@ -140,6 +140,11 @@ def test_metadata_that_make_no_sense(changes: dict, expected: str) -> None:
     with pytest.raises(GgufError) as error:
         read_model(Checkpoint((), keys(Tiny(), **changes), {}))
     assert expected in str(error.value)
+
+
+def test_name_that_would_move_the_cursor() -> None:
+    found = keys(Tiny()) | {"general.name": "GLM\x1b[2J\n" + "x" * 200}
+    assert read_model(Checkpoint((), found, {})).name == "GLM[2J" + "x" * 74
 
 
 def test_another_architecture() -> None:

@@ -164,7 +164,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
     layers = blocks - draft
     embedding = checkpoint.tensors.get("token_embd.weight")
     return Model(
-        name=str(metadata.get("general.name") or "GLM-5"),
+        name=_shown(metadata.get("general.name")),
         layers=layers,
         draft_layers=draft,
         dense_layers=get.value("leading_dense_block_count", int, 0),
@@ -229,6 +229,12 @@ class _Reader:
     def token(self, kind: str) -> int | None:
         value = self.metadata.get(f"tokenizer.ggml.{kind}_token_id")
         return value if type(value) is int else None
+
+
+def _shown(name: Value) -> str:
+    """A name that does no harm on a terminal."""
+    text = name if isinstance(name, str) else ""
+    return "".join(filter(str.isprintable, text))[:80] or "GLM-5"
 
 
 def _full_layers(

@@ -40,7 +40,7 @@ _STRING, _ARRAY = 8, 9
 # GLM-5 has about 60 keys, 1,809 tensors and 320,000 merges.
 _MAX_KEYS = 100_000
 _MAX_TENSORS = 1_000_000
-_MAX_STRINGS = 4_000_000
+_MAX_STRINGS = 2_000_000
 _MAX_NAME = 1024
 # Longer values are read over: chat templates are kept, vocabularies are not.
 _KEPT_STRING = 1 << 18
