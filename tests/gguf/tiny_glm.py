@@ -228,28 +228,35 @@ def to_gguf(tiny: Tiny, checkpoint: Arrays) -> Arrays:
     return result
 
 
-# Where a block of these types keeps its half-precision scales. The gguf package
-# cannot encode them; a block of random bytes with sane scales is as good as another.
+# Where a block of these types keeps its half-precision scales, and how large each is
+# relative to the first: the second scales minima, and centres the block on zero.
 _SCALES = {
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_XS": (0,),
+    "Q2_K": {80: 1, 82: 1.5},
+    "Q3_K": {108: 1},
+    "Q4_K": {0: 1, 2: 7.5},
+    "Q5_K": {0: 1, 2: 15.5},
+    "Q6_K": {208: 1},
+    "IQ4_XS": {0: 1},
 }
 
 
 def encode(name: str, values: np.ndarray, kind: str) -> np.ndarray:
-    """`values` in the given type; random blocks for types without an encoder."""
+    """`values` in the given type; for types that the gguf package cannot encode,
+    random blocks as large as `values` (much larger ones would overflow float16)."""
+    qtype = gguf.GGMLQuantizationType[kind]
     if kind not in _SCALES:
-        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        return gguf.quants.quantize(values, qtype)
+    block, size = gguf.GGML_QUANT_SIZES[qtype]
     rng = np.random.default_rng(list(name.encode()))
     blocks = rng.integers(0, 256, (values.size // block, size), dtype=np.uint8)
-    scale = np.frombuffer(np.float16(2e-3).tobytes(), np.uint8)
-    for offset in _SCALES[kind]:
-        blocks[:, offset : offset + 2] = scale
+
+    def scale(by: float) -> None:
+        for offset, relative in _SCALES[kind].items():
+            stored = np.float16(by * relative).tobytes()
+            blocks[:, offset : offset + 2] = np.frombuffer(stored, np.uint8)
+
+    scale(1)
+    scale(values.std() / gguf.quants.dequantize(blocks[:256], qtype).std())
     return blocks.reshape(*values.shape[:-1], values.shape[-1] // block * size)
 
 
