@@ -99,6 +99,10 @@ def verify(
             help="How deep to check; select, the deepest, if not given.",
         ),
     ] = None,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Check also that this GGUF file loads."),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -110,7 +114,7 @@ def verify(
         json,
         quiet,
         lambda: commands.verify(
-            commands.find(python, site_packages), commands.patch_set(), level
+            commands.find(python, site_packages), commands.patch_set(), level, gguf
         ),
     )
 
@@ -188,6 +192,22 @@ def explain(
             kv_cache_dtype,
         ),
     )
+
+
+@app.command()
+def inspect(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A GGUF file; any of a split set.")
+    ],
+    python: Python = None,
+    site_packages: SitePackages = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Say what a GGUF file of GLM-5 holds and needs, and whether vLLM can load it."""
+    from glm5_patch import commands
+
+    _run("inspect", json, quiet, lambda: commands.inspect(file, python, site_packages))
 
 
 @app.command("list")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from glm5_patch import (
     state,
     transaction,
 )
-from glm5_patch.errors import Busy, Failed, PatchError, Usage
+from glm5_patch.errors import Busy, Failed, NotFound, PatchError, Usage
 from glm5_patch.locate import Installation
 from glm5_patch.manifest import PatchSet
 from glm5_patch.plan import Plan
@@ -197,7 +198,12 @@ def status(installation: Installation, patches: PatchSet) -> Report:
     return Report("status", summary, todo, 1, table, notes, data)
 
 
-def verify(installation: Installation, patches: PatchSet, level: str | None) -> Report:
+def verify(
+    installation: Installation,
+    patches: PatchSet,
+    level: str | None,
+    gguf: Path | None = None,
+) -> Report:
     """Check what is applied; a level that was asked for by name has to run."""
     from glm5_patch import verify as checks
 
@@ -225,13 +231,19 @@ def verify(installation: Installation, patches: PatchSet, level: str | None) -> 
     rows = tuple(
         (r.level.value, r.outcome.value, "; ".join(r.details)) for r in results
     )
-    failed = [r for r in results if r.outcome is Outcome.FAILED]
+    file = None if gguf is None else _inspect_for(installation, have.features, gguf)
+    failed = [r.level.value for r in results if r.outcome is Outcome.FAILED]
+    if file is not None:
+        outcome = Outcome.FAILED if file.exit_code else Outcome.PASSED
+        rows += (("gguf", outcome.value, file.summary),)
+        notes += file.notes
+        failed += ["gguf"] * file.exit_code
     idle = [r for r in results if r.outcome is Outcome.NOT_RUN]
     passed = ", ".join(r.level.value for r in results if r.outcome is Outcome.PASSED)
     not_run = ", ".join(r.level.value for r in idle)
     todo = None
     if failed:
-        summary = f"verification failed: {', '.join(r.level.value for r in failed)}"
+        summary = f"verification failed: {', '.join(failed)}"
         todo = "glm5-patch revert, or see above what was found"
     elif idle:
         summary = f"verified: {passed}; not run: {not_run}"
@@ -257,8 +269,39 @@ def verify(installation: Installation, patches: PatchSet, level: str | None) -> 
                 }
                 for r in results
             ],
+            "gguf": None if file is None else file.data,
         },
     )
+
+
+def inspect(path: Path, python: Path | None, site_packages: Path | None) -> Report:
+    """Account for a GGUF file in the vLLM that is installed, else in the newest that
+    is tested."""
+    from glm5_patch.gguf.report import inspect as account
+
+    notes: tuple[str, ...] = ()
+    try:
+        release = find(python, site_packages).version
+    except NotFound:
+        if python is not None or site_packages is not None:
+            raise
+        release = max(patch_set().releases, key=Version)
+        notes = (f"note: no vLLM here; this is what {release} would do",)
+    found = account(path, Version(release))
+    return replace(found, notes=notes + found.notes)
+
+
+def _inspect_for(
+    installation: Installation, features: Sequence[str], path: Path
+) -> Report:
+    """Account for a GGUF file in a patched vLLM."""
+    from glm5_patch.gguf.report import inspect as account
+
+    if "gguf" not in features:
+        raise Failed(
+            "the feature gguf is not applied", todo="glm5-patch apply --feature gguf"
+        )
+    return account(path, Version(installation.version))
 
 
 def explain(

@@ -63,6 +63,7 @@ def _ask(
     request: Mapping[str, Any], root: Path, ours: frozenset[Path]
 ) -> dict[str, Any]:
     torch = import_module("torch")
+    importing.answer_for_ops(torch)
     with without_device(torch):
         vllm = import_module(importing.VLLM)
         elsewhere = importing.imported_elsewhere(root)

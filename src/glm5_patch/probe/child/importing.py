@@ -36,6 +36,9 @@ happens to be there, and reading must not open a CUDA context.
 """
 
 
+_OP_NAMESPACES = frozenset({"_C", "_moe_C"})
+
+
 class TargetFinder(MetaPathFinder):
     """Goes before all other finders; leaves what is not vLLM's or overlaid to them."""
 
@@ -90,6 +93,28 @@ class _StandInLoader(Loader):
 
 def _refuse_to_run(*args: object, **kwargs: object) -> None:
     raise RuntimeError("a compiled function of vLLM was called in the simulation")
+
+
+def answer_for_ops(torch: Any) -> None:
+    """Have compiled ops that only say what they support say: nothing.
+
+    vLLM asks some of them while it is imported. All other ops stay absent, as
+    ``hasattr`` tells vLLM, which then leaves out what needs them.
+    """
+    namespace = getattr(getattr(torch, "_ops", None), "_OpNamespace", None)
+    if namespace is None:  # no such internals: no ops to answer for
+        return
+    find = namespace.__getattr__
+
+    def find_or_answer(self: Any, name: str) -> Any:
+        try:
+            return find(self, name)
+        except AttributeError:
+            if self.name in _OP_NAMESPACES and "_supports_" in name:
+                return lambda *args: False
+            raise
+
+    namespace.__getattr__ = find_or_answer
 
 
 def install(root: Path, overlay: Mapping[str, Path | None]) -> None:
