@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the sparse-MLA kernel beside the ceiling of the same run.
 
-    python scripts/bench_sparse_mla.py [--dtype bf16|fp16] [--sweep] [--json FILE]
+    python scripts/bench_sparse_mla.py [--dtype bf16|fp16] [--json FILE]
+                                       [--flashmla vllm/_flashmla_C.abi3.so]
+                                       [--sweep]
 
 The ceiling is a kernel that reads the same random rows and does nothing else:
 no attention kernel that reads them can be faster. Each time is the median of
 CUDA-graph replays (decode) or of single launches (prefill), over a cache of
-several GB, so that decode rows come from memory and not from L2. --sweep times
-other launch shapes too; the table in launch_config is argued from such runs.
+several GB, so that decode rows come from memory and not from L2. --flashmla loads
+the extension of an unpacked vLLM 0.23.0 wheel and times FlashMLA on the same rows
+(bfloat16; it wants at least 64 heads, so fewer are padded, as vLLM pads them).
+--sweep times other launch shapes too, on 8 and 64 heads.
 """
 
 import argparse
@@ -16,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -106,81 +111,131 @@ class Rotation:
         return self.run(self.inputs[self.next])
 
 
-def measure(
-    dtype: torch.dtype, tokens: int, heads: int, pool: torch.Tensor
-) -> dict[str, float]:
-    """Ceiling and kernel, in microseconds, for one shape."""
-    decode = tokens <= 128
-    sets = 10 if decode else 1
-    num_slots = pool.shape[0] * PAGE
+# What launch_config could have chosen on an H200; docs/kernels.md has the outcome.
+OTHER_SHAPES = {
+    8: [
+        mla.LaunchConfig(16, 32, 4, 3, False, 2),
+        mla.LaunchConfig(16, 32, 4, 2, False, 4, 128),
+        mla.LaunchConfig(16, 64, 8, 2, True, 2),
+        mla.LaunchConfig(16, 64, 8, 2, True, 1),
+        mla.LaunchConfig(16, 32, 8, 5, True, 2),
+    ],
+    64: [
+        mla.LaunchConfig(64, 64, 8, 2, True, 1),
+        mla.LaunchConfig(32, 64, 8, 2, True, 2),
+        mla.LaunchConfig(32, 64, 8, 2, False, 1),
+    ],
+}
+
+
+def draw_slots(sets: int, tokens: int, num_slots: int, shared: float) -> torch.Tensor:
+    """`[sets, tokens, TOPK]` rows, of which neighbours in 16 tokens share a part."""
     slots = torch.randint(
         num_slots, (sets, tokens, TOPK), dtype=torch.int32, device="cuda"
     )
+    common = round(shared * TOPK)
+    if common:
+        groups = slots.view(sets, -1, 16, TOPK)
+        groups[..., :common] = groups[:, :, :1, :common].clone()
+    return slots
+
+
+def measure(
+    dtype: torch.dtype,
+    tokens: int,
+    heads: int,
+    pool: torch.Tensor,
+    shared: float,
+    shape: mla.LaunchConfig,
+    with_flashmla: bool,
+) -> dict[str, float]:
+    """Ceiling, kernel and FlashMLA, in microseconds, for one shape."""
+    mla.launch_config = lambda *_: shape
+    decode = tokens <= 128
+    slots = draw_slots(10 if decode else 1, tokens, pool.shape[0] * PAGE, shared)
     q = torch.randn(tokens, heads, mla.ROW_DIM, device="cuda").to(dtype)
     sums = torch.empty(tokens * TOPK, dtype=torch.float32, device="cuda")
     calls = 10 if decode else 1
-    read = graph_us(Rotation(lambda s: gather(pool, s, sums), slots), calls)
-    ours = graph_us(Rotation(lambda s: mla.sparse_mla(q, pool, s, SCALE), slots), calls)
-    return {"read_us": read, "ours_us": ours}
+    row = {
+        "read_us": graph_us(Rotation(lambda s: gather(pool, s, sums), slots), calls),
+        "ours_us": graph_us(
+            Rotation(lambda s: mla.sparse_mla(q, pool, s, SCALE), slots), calls
+        ),
+    }
+    if with_flashmla:
+        padded = torch.zeros(tokens, max(heads, 64), mla.ROW_DIM, device="cuda")
+        padded = padded.to(dtype)
+        padded[:, :heads] = q
+        rows = pool.view(-1, 1, mla.ROW_DIM)
+        forward = torch.ops._flashmla_C.sparse_prefill_fwd
+
+        def flashmla(s: torch.Tensor) -> list[torch.Tensor]:
+            return forward(padded, rows, s[:, None], SCALE, 512, None, None, None)
+
+        theirs = flashmla(slots[0])[0][:, :heads].float()
+        ours = mla.sparse_mla(q, pool, slots[0], SCALE)[0].float()
+        row["difference"] = float((ours - theirs).norm() / theirs.norm())
+        row["flashmla_us"] = graph_us(Rotation(flashmla, slots), calls)
+    return row
 
 
-def sweep_configs(heads: int) -> list[mla.LaunchConfig]:
-    """Launch shapes around the chosen one."""
-    block_hs = (16,) if heads <= 16 else (16, 32, 64)
-    return [
-        mla.LaunchConfig(block_h, block_n, warps, stages)
-        for block_h in block_hs
-        for block_n in (16, 32, 64)
-        for warps in (4, 8)
-        for stages in (2, 3, 5)
-        if not (block_h == 64 and warps == 4)
-    ]
+def line(row: dict[str, Any]) -> str:
+    """One measurement as a line of the table."""
+    ours, read = row["ours_us"], row["read_us"]
+    gb_s = row["tokens"] * TOPK * 1152 / ours / 1000
+    text = f"{row['tokens']:6} {row['heads']:5} {read:7.1f} {ours:7.1f} "
+    text += f"{ours / read:9.2f} {gb_s:6.0f} "
+    if "flashmla_us" in row:
+        theirs = row["flashmla_us"]
+        text += f"{theirs:8.1f} {ours / theirs:13.2f}"
+    else:
+        text += " " * 22
+    text += f"  {row['config']} x{row['splits']}"
+    return text + f" {row['shared']:.0%} shared" * (row["shared"] > 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--sweep", action="store_true", help="try other shapes too")
+    parser.add_argument("--flashmla", type=Path, help="vLLM's _flashmla_C.abi3.so")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device, found none")
+    if arguments.flashmla:
+        torch.ops.load_library(arguments.flashmla)
+        if arguments.dtype != "bf16":
+            sys.exit("FlashMLA takes bfloat16 only: leave out --flashmla or --dtype")
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[arguments.dtype]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
-    print(f"triton {triton.__version__}, {arguments.dtype}, top-k {TOPK}")
+    print(f"triton {triton.__version__}, {arguments.dtype}, top-k {TOPK}, microseconds")
     torch.manual_seed(0)
     pool = torch.empty(POOL_BLOCKS, PAGE, mla.ROW_DIM, dtype=dtype, device="cuda")
     for piece in pool.split(4096):
         piece.normal_()
 
     rows = []
-    heading = f"{'tokens':>6} {'heads':>5} {'read us':>8} {'ours us':>8} {'ratio':>6}"
-    print(f"{heading} {'GB/s':>6}  shape")
+    print("tokens heads    read    ours ours/read   GB/s FlashMLA ours/FlashMLA")
+    capability = torch.cuda.get_device_capability()
     chosen = mla.launch_config
-    for tokens in (1, 8, 32, 128, 2048):
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for tokens, shared in ((1, 0), (8, 0), (32, 0), (128, 0), (2048, 0), (2048, 0.8)):
         context = pool if tokens <= 128 else pool[:PREFILL_BLOCKS]
         for heads in (8, 16, 64, 128):
-            shapes = [chosen(torch.cuda.get_device_capability(), heads)]
-            if arguments.sweep and heads in (8, 64):
-                shapes += [s for s in sweep_configs(heads) if s != shapes[0]]
+            shapes = [chosen(capability, heads, tokens)]
+            if arguments.sweep and not shared:
+                shapes += [s for s in OTHER_SHAPES.get(heads, ()) if s not in shapes]
             for shape in shapes:
-                mla.launch_config = lambda *_, shape=shape: shape
-                try:
-                    row = measure(dtype, tokens, heads, context)
-                except triton.runtime.errors.OutOfResources:
-                    continue  # a shape of the sweep that this chip cannot hold
-                gb_s = tokens * TOPK * 1152 / row["ours_us"] / 1000
-                ratio = row["ours_us"] / row["read_us"]
-                print(
-                    f"{tokens:6} {heads:5} {row['read_us']:8.1f} "
-                    f"{row['ours_us']:8.1f} {ratio:6.2f} {gb_s:6.0f}  {tuple(shape)}",
-                    flush=True,
+                with_flashmla = bool(arguments.flashmla) and shape == shapes[0]
+                row = measure(
+                    dtype, tokens, heads, context, shared, shape, with_flashmla
                 )
-                rows.append(
-                    {"tokens": tokens, "heads": heads, "shape": tuple(shape), **row}
-                )
-    mla.launch_config = chosen
+                splits = mla.num_splits(shape, heads, tokens, TOPK, sms)
+                rows.append({"tokens": tokens, "heads": heads, "shared": shared, **row})
+                rows[-1] |= {"config": tuple(shape), "splits": splits}
+                print(line(rows[-1]), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

@@ -12,8 +12,9 @@ import torch
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
 # Triton's interpreter cuts bfloat16 off where a GPU rounds, which costs a bias.
 TOLERANCE_INTERPRETED = {torch.float16: 1e-3, torch.bfloat16: 1e-2}
-# Float32 scores of size s carry errors of about s * 2**-22.
-LSE_TOLERANCE = 2e-6
+# Float32 scores of size s carry errors of about s * 2**-22, and one score of many
+# terms that cancel a little more: 3.2e-6 was measured on an H200.
+LSE_TOLERANCE = 5e-6
 
 
 class MismatchError(AssertionError):

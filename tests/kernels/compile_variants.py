@@ -34,8 +34,10 @@ SHARED_LIMIT = {
     120: 101_376,
     121: 101_376,
 }
-# One head count on each side of every decision of launch_config.
-HEADS = (8, 64)
+# One head and token count on each side of every decision of launch_config.
+SHAPES = ((8, 1), (8, 128), (32, 1), (64, 1))
+# Powers of two between 2 and the most that any chip has room for.
+MERGES = (2, 32, 128)
 # What vLLM passes is 16-aligned; a pool with odd strides is not, and then the
 # loads are narrower. Strides of a giant pool do not fit 32 bits.
 LAYOUTS = ("aligned", "odd", "wide")
@@ -62,7 +64,7 @@ def compile_for(
             continue
         signature[name] = pointers.get(name, integer)
         is_pointer = signature[name].startswith("*")
-        is_stride = name.startswith("stride_") and name != "stride_lse_t"
+        is_stride = name.startswith("stride_") and not name.startswith("stride_lse")
         if is_pointer or (is_stride and aligned):
             hints[(position,)] = [["tt.divisibility", 16]]
     built = triton.compile(
@@ -89,44 +91,79 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": registers, "stack": stack, "local": local}
 
 
+def attention_variants(
+    arch: int, layout: str, dtype: str, integer: str, aligned: bool
+) -> list[dict[str, object]]:
+    results = []
+    shapes = {
+        mla.launch_config(divmod(arch, 10), *shape): shape for shape in reversed(SHAPES)
+    }
+    for config, (heads, tokens) in shapes.items():
+        # Whole; split (float32 out) with several steps, and with one.
+        for splits in (1, 4, 2048 // config.block_n) if layout == "aligned" else (4,):
+            steps = 2048 // config.block_n // splits
+            data = dict.fromkeys(("q_nope", "q_pe", "kv_cache"), f"*{dtype}")
+            measured = compile_for(
+                mla._sparse_mla_kernel,
+                arch,
+                {
+                    **data,
+                    "out": f"*{dtype}" if splits == 1 else "*fp32",
+                    "slots": "*i32",
+                    "lse": "*fp32",
+                    "scale_log2": "fp32",
+                },
+                {
+                    "TOPK": 2000 if layout == "odd" else 2048,
+                    "KEYS": steps * config.block_n,
+                    "PAGE": 64,
+                    "PAGES_ADJOIN": layout == "aligned",
+                    "LATENT": mla.LATENT_DIM,
+                    "ROPE": mla.ROPE_DIM,
+                    "BLOCK_H": config.block_h,
+                    "BLOCK_N": config.block_n,
+                    "LATENT_DOWN": config.latent_down,
+                    "INTERPRETED": False,
+                },
+                integer,
+                aligned,
+                {
+                    "num_warps": config.num_warps,
+                    "num_stages": config.num_stages,
+                    "maxnreg": config.max_registers,
+                },
+            )
+            name = f"sm{arch}-sparse_mla-{dtype}-h{heads}-t{tokens}-s{splits}-{layout}"
+            results.append({"name": name, "arch": arch, **measured})
+    if layout == "aligned" and dtype == "fp16":  # all its strides are its own
+        for splits in MERGES:
+            measured = compile_for(
+                mla._merge_kernel,
+                arch,
+                {"part": "*fp32", "part_lse": "*fp32", "out": f"*{dtype}"}
+                | {"lse": "*fp32"},
+                {
+                    "SPLITS": splits,
+                    "LATENT": mla.LATENT_DIM,
+                    "BLOCK_D": mla.merge_block(splits),
+                },
+                integer,
+                aligned,
+                {"num_warps": 4},
+            )
+            name = f"sm{arch}-merge-s{splits}"
+            results.append({"name": name, "arch": arch, **measured})
+    return results
+
+
 def variants(archs: list[int]) -> list[dict[str, object]]:
     results = []
     for arch in archs:
         for layout in LAYOUTS:
             integer = "i64" if layout == "wide" else "i32"
             aligned = layout != "odd"
-            for dtype in ("fp16", "bf16"):
-                for heads in HEADS:
-                    config = mla.launch_config(divmod(arch, 10), heads)
-                    measured = compile_for(
-                        mla._sparse_mla_kernel,
-                        arch,
-                        {
-                            **dict.fromkeys(
-                                ("q_nope", "q_pe", "kv_cache", "out"), f"*{dtype}"
-                            ),
-                            "slots": "*i32",
-                            "lse": "*fp32",
-                            "scale_log2": "fp32",
-                        },
-                        {
-                            "TOPK": 2000 if layout == "odd" else 2048,
-                            "PAGE": 64,
-                            "LATENT": mla.LATENT_DIM,
-                            "ROPE": mla.ROPE_DIM,
-                            "BLOCK_H": config.block_h,
-                            "BLOCK_N": config.block_n,
-                            "INTERPRETED": False,
-                        },
-                        integer,
-                        aligned,
-                        {
-                            "num_warps": config.num_warps,
-                            "num_stages": config.num_stages,
-                        },
-                    )
-                    name = f"sm{arch}-sparse_mla-{dtype}-heads{heads}-{layout}"
-                    results.append({"name": name, "arch": arch, **measured})
+            for dtype in ("fp16", "bf16") if aligned else ("bf16",):
+                results += attention_variants(arch, layout, dtype, integer, aligned)
             measured = compile_for(
                 lookup._slots_kernel,
                 arch,

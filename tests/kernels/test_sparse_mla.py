@@ -6,9 +6,16 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
+import triton_sparse_mla
 from cases import CASES, PAGE, ROW_DIM, Case, Inputs
 from compare import MismatchError, check_lse, check_out
-from triton_sparse_mla import LATENT_DIM, launch_config, sparse_mla
+from triton_sparse_mla import (
+    LATENT_DIM,
+    launch_config,
+    num_splits,
+    sparse_mla,
+    workspace_size,
+)
 
 ids = [case.name for case in CASES]
 
@@ -159,18 +166,90 @@ def test_cache_beyond_two_to_the_31_elements(device: str) -> None:
 
 
 def test_a_token_depends_on_nothing_but_itself(device: str) -> None:
-    """Bit for bit: the place in the batch and the padding tokens do not matter."""
+    """Bit for bit, in a batch of the same size: place and padding do not matter."""
     inputs = Case("rows", tokens=4, heads=8, topk=40).build(device)
     out, lse = run(inputs)
     padded = replace(
         inputs,
-        q=torch.cat([inputs.q[2:3], torch.full_like(inputs.q, torch.nan)]),
-        slots=torch.cat([inputs.slots[2:3], torch.full_like(inputs.slots, -1)]),
+        q=torch.cat([inputs.q[2:3], torch.full_like(inputs.q[1:], torch.nan)]),
+        slots=torch.cat([inputs.slots[2:3], torch.full_like(inputs.slots[1:], -1)]),
     )
     alone, alone_lse = run(padded)
     assert torch.equal(alone[0], out[2])
     assert torch.equal(alone_lse[0], lse[2])
     assert torch.equal(alone[1:], torch.zeros_like(alone[1:]))
+
+
+@pytest.mark.parametrize("topk", [1, 33, 200])
+@pytest.mark.parametrize("heads", [8, 17, 64])
+def test_every_number_of_splits_gives_the_same(
+    heads: int, topk: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also more splits than steps, and splits without a single key."""
+    case = Case("splits", heads=heads, tokens=2, topk=topk)
+    inputs = case.build(device)
+    inputs.slots[1, : topk // 2] = -1
+    expected_out, expected_lse = expect(inputs)
+    for splits in (1, 2, 4, 16):
+        monkeypatch.setattr(triton_sparse_mla, "num_splits", lambda *_, n=splits: n)
+        out, lse = run(inputs)
+        check_out(f"{splits} splits", out, expected_out)
+        check_lse(f"{splits} splits", lse, expected_lse)
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_shards_merged_by_their_lse_equal_the_whole(shards: int, device: str) -> None:
+    """What decode context parallelism does: each rank holds some of the keys."""
+    inputs = Case("shards", heads=8, tokens=3, topk=90).build(device)
+    inputs.slots[1, ::shards] = -1  # rank 0 holds no key of token 1
+    parts = []
+    for rank in range(shards):
+        slots = torch.full_like(inputs.slots, -1)
+        slots[:, rank::shards] = inputs.slots[:, rank::shards]
+        parts.append(run(replace(inputs, slots=slots)))
+    lse = torch.logsumexp(torch.stack([part[1].double() for part in parts]), dim=0)
+    whole = sum(
+        part.double() * torch.exp(part_lse.double() - lse)[..., None]
+        for part, part_lse in parts
+    )
+    expected_out, expected_lse = expect(inputs)
+    check_out("shards", whole.to(inputs.q.dtype), expected_out)
+    check_lse("shards", lse, expected_lse)
+
+
+def test_a_workspace_is_used_and_checked(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sparse_mla, "num_splits", lambda *_: 2)
+    inputs = Case("workspace", heads=8, tokens=2, topk=70).build(device)
+    size = 2 * 2 * 8 * (LATENT_DIM + 1)
+    workspace = torch.full((size + 5,), torch.nan, device=device)
+    out, _ = sparse_mla(
+        inputs.q, inputs.kv_cache, inputs.slots, inputs.scale, workspace
+    )
+    check_out("workspace", out, expect(inputs)[0])
+    assert torch.isfinite(workspace[:size]).all()
+    assert torch.isnan(workspace[size:]).all()
+    with pytest.raises(ValueError, match=f"have at least {size} elements, found"):
+        sparse_mla(
+            inputs.q,
+            inputs.kv_cache,
+            inputs.slots,
+            inputs.scale,
+            workspace[: size - 1],
+        )
+
+
+def test_the_workspace_is_large_enough_for_all(device: str) -> None:
+    """Every number of tokens, on whatever chip this runs on."""
+    capability, num_sms = triton_sparse_mla._chip(torch.device(device))
+    for heads in (1, 16, 64, 128):
+        room = workspace_size(heads, 2048, torch.device(device))
+        for tokens in range(1, 600):
+            config = launch_config(capability, heads, tokens)
+            splits = num_splits(config, heads, tokens, 2048, num_sms)
+            if splits > 1:
+                assert tokens * splits * heads * (LATENT_DIM + 1) <= room
 
 
 def test_no_tokens(device: str) -> None:
@@ -230,6 +309,7 @@ def test_a_wrong_pair_is_named(device: str) -> None:
     assert str(error.value) == "q_pe must be [3, 16, 64], found [2, 16, 64]"
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 9, 128, 8192])
 @pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 64, 128])
 @pytest.mark.parametrize(
     "capability",
@@ -237,13 +317,16 @@ def test_a_wrong_pair_is_named(device: str) -> None:
     ids=lambda c: f"sm{c[0]}{c[1]}",
 )
 def test_launch_config_is_pure_and_legal(
-    capability: tuple[int, int], heads: int
+    capability: tuple[int, int], heads: int, tokens: int
 ) -> None:
-    config = launch_config(capability, heads)
-    assert config == launch_config(capability, heads)
+    config = launch_config(capability, heads, tokens)
+    assert config == launch_config(capability, heads, tokens)
     for size in (config.block_h, config.block_n):
         assert size >= 16
         assert size & (size - 1) == 0
     assert config.block_h < 2 * max(heads, 16), (
         "more than half of the heads are padding"
     )
+    splits = num_splits(config, heads, tokens, 2048, 132)
+    assert splits & (splits - 1) == 0
+    assert 1 <= splits <= 2048 // config.block_n

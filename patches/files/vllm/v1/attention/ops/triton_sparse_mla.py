@@ -9,12 +9,16 @@ value at once, followed by 64 rotary values, which are key only:
     out[t, h]  = sum_j softmax_j(s[t, h]) * latent[slot],   slot = slots[t, j]
 
 All heads of a token read the same rows, so one program takes one token and a
-block of its heads, and each gathered row is used twice from shared memory.
+block of its heads, and each gathered row is used twice from shared memory. A
+batch of few tokens would leave most of the chip idle, so there the keys of a
+token are split over several programs, and a second kernel merges their results
+by their LSE.
 
 Nothing here imports vLLM: the kernel is built for float16 and bfloat16, from
 SM80 on, and runs under TRITON_INTERPRET=1 on the CPU.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -30,6 +34,7 @@ MAX_HEADS = 128
 # What TRITON_INTERPRET=1 on the CPU pretends to be: the chips with the least
 # shared memory, whose configuration most users of this kernel run.
 INTERPRETED_CAPABILITY = (8, 6)
+INTERPRETED_SMS = 8
 
 # Chips that give a program 160 KB of shared memory or more. All others, unknown
 # ones included, are held to the 99 KB of SM86, SM89, SM120 and SM121.
@@ -42,23 +47,53 @@ class LaunchConfig(NamedTuple):
     block_h: int  # heads of one program; the tensor cores want at least 16
     block_n: int  # cache rows of one step, a power of two, at least 16
     num_warps: int
-    num_stages: int  # 5 is what gives the rows two buffers: the chain of loads
-    # is slot, then row, and the slots run ahead by the remaining stages
+    num_stages: int  # 5 gives the rows three buffers, 2 and 3 give them two: the
+    # chain of loads is slot, then row, and the slots run ahead
+    latent_down: bool  # accumulate [LATENT, heads]: see the kernel
+    programs_per_sm: int  # that fit at a time; decides the number of splits
+    max_registers: int | None = None  # of a thread, where more programs must fit
 
 
-def launch_config(capability: tuple[int, int], num_heads: int) -> LaunchConfig:
-    """Pick the launch shape for a compute capability and a number of heads.
+def launch_config(
+    capability: tuple[int, int], num_heads: int, num_tokens: int
+) -> LaunchConfig:
+    """Pick the launch shape for a compute capability, heads and tokens.
 
     Pure, so that tests can compile every answer without a GPU. Two limits
-    decide. The float32 accumulator of `block_h` x 512 lives in registers: 32
-    heads are what 8 warps hold without spilling. Two buffers of `block_n` rows
-    of 1152 bytes and the query live in shared memory.
+    decide. The float32 accumulator of `block_h` x 512 lives in registers, and
+    so does, for 16 heads, the query. The buffers of `block_n` rows of 1152 bytes
+    and the query live in shared memory. docs/kernels.md has the measurements
+    (SM90) and the arguments (all others).
     """
+    if capability == (9, 0):
+        if num_heads <= 16:
+            if num_tokens <= 8:
+                return LaunchConfig(16, 32, 4, 3, False, 2)
+            return LaunchConfig(16, 64, 8, 2, True, 2)
+        if num_heads <= 32:
+            return LaunchConfig(32, 32, 8, 3, False, 1)
+        return LaunchConfig(64, 64, 8, 2, False, 1)
     if num_heads <= 16:
-        return LaunchConfig(block_h=16, block_n=32, num_warps=8, num_stages=5)
+        return LaunchConfig(16, 32, 8, 5, False, 1)
     if capability in LARGE_SHARED_MEMORY:
-        return LaunchConfig(block_h=32, block_n=32, num_warps=8, num_stages=5)
-    return LaunchConfig(block_h=32, block_n=16, num_warps=8, num_stages=5)
+        return LaunchConfig(32, 32, 8, 5, False, 1)
+    return LaunchConfig(32, 16, 8, 5, False, 1)
+
+
+def num_splits(
+    config: LaunchConfig, num_heads: int, num_tokens: int, topk: int, num_sms: int
+) -> int:
+    """Over how many programs to split the keys of a token; a power of two.
+
+    As many as the chip runs at a time, and no more than there are steps. Powers
+    of two, so that a class of batch sizes that shares a binary contains a power
+    of two itself: vLLM captures its graphs for those, and nothing is left to
+    compile later.
+    """
+    head_blocks = triton.cdiv(num_heads, config.block_h)
+    room = config.programs_per_sm * num_sms // (num_tokens * head_blocks)
+    steps = triton.cdiv(topk, config.block_n)
+    return 1 << (max(1, min(room, steps)).bit_length() - 1)
 
 
 @triton.jit
@@ -71,17 +106,18 @@ def _dot(b_a, b_b, b_acc, INTERPRETED: tl.constexpr):
     return tl.dot(b_a, b_b, b_acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "num_heads", "stride_lse_t", "stride_lse_s"])
 def _sparse_mla_kernel(
     q_nope,  # [T, H, LATENT]
     q_pe,  # [T, H, ROPE]
     kv_cache,  # [num_slots // PAGE, PAGE, LATENT + ROPE]
     slots,  # [T, TOPK] int32
-    out,  # [T, H, LATENT]
-    lse,  # [T, H] float32
+    out,  # [T, splits, H, LATENT]; float32 where `splits` > 1
+    lse,  # [T, splits, H] float32
     scale_log2,  # softmax scale times log2(e)
     num_heads,
     num_slots,
+    splits,
     stride_qn_t,
     stride_qn_h,
     stride_qp_t,
@@ -90,22 +126,29 @@ def _sparse_mla_kernel(
     stride_kv_row,
     stride_slots_t,
     stride_out_t,
+    stride_out_s,
     stride_out_h,
     stride_lse_t,
+    stride_lse_s,
     TOPK: tl.constexpr,
+    KEYS: tl.constexpr,  # of one split, a multiple of BLOCK_N
     PAGE: tl.constexpr,
+    PAGES_ADJOIN: tl.constexpr,  # stride_kv_page == PAGE * stride_kv_row
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LATENT_DOWN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     # Head blocks of one token are neighbours in the grid: they read the same
     # rows, and the second one finds them in L2.
     num_head_blocks = tl.cdiv(num_heads, BLOCK_H)
-    # 64-bit, because token * stride and page * stride pass 2**31 elements.
-    i_t = (tl.program_id(0) // num_head_blocks).to(tl.int64)
     i_h = tl.program_id(0) % num_head_blocks
+    i_ts = tl.program_id(0) // num_head_blocks
+    i_s = i_ts % splits
+    # 64-bit, because token * stride and page * stride pass 2**31 elements.
+    i_t = (i_ts // splits).to(tl.int64)
 
     # [BLOCK_H], [LATENT], [ROPE], [BLOCK_N]
     o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -122,27 +165,45 @@ def _sparse_mla_kernel(
     b_qp = tl.load(p_qp, mask=m_h[:, None], other=0.0)
 
     p_slots = slots + i_t * stride_slots_t
+    # Column first, then row: the compiler then adds one product to one address
+    # for each row, instead of building every address from the start.
+    # [1, LATENT], [1, ROPE]
+    p_column = kv_cache + o_latent[None, :]
+    p_rope_column = kv_cache + LATENT + o_rope[None, :]
+    row_stride = stride_kv_row.to(tl.int64)
+    end_of_slots = num_slots.to(tl.uint32)
+
     # Running maximum of the scores in log2 units, running sum of the weights,
     # and the weighted sum of the latents, all relative to that maximum.
     b_max = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_H], dtype=tl.float32)
-    b_acc = tl.zeros([BLOCK_H, LATENT], dtype=tl.float32)
+    # With LATENT_DOWN the 512 latents are the rows of the second product, which
+    # Hopper's wgmma wants in 64s: 16 heads as its columns waste nothing, where
+    # 16 heads as its rows would fall back to the older, slower instruction.
+    if LATENT_DOWN:
+        b_acc = tl.zeros([LATENT, BLOCK_H], dtype=tl.float32)
+    else:
+        b_acc = tl.zeros([BLOCK_H, LATENT], dtype=tl.float32)
 
-    for i_n in range(0, TOPK, BLOCK_N):
-        # [BLOCK_N]
-        b_slot = tl.load(p_slots + i_n + o_n, mask=i_n + o_n < TOPK, other=-1)
-        m_n = (b_slot >= 0) & (b_slot < num_slots)
-        o_page = (b_slot // PAGE).to(tl.int64) * stride_kv_page
-        o_row = o_page + (b_slot % PAGE).to(tl.int64) * stride_kv_row
+    first = i_s * KEYS
+    for i_n in range(0, KEYS, BLOCK_N):
+        # [BLOCK_N]; unsigned, so that one comparison rejects -1 too and a page is
+        # a shift: this arithmetic runs once for every row and thread.
+        o_k = first + i_n + o_n
+        b_slot = tl.load(p_slots + o_k, mask=o_k < TOPK, other=-1)
+        b_slot = b_slot.to(tl.uint32, bitcast=True)
+        m_n = b_slot < end_of_slots
+        if PAGES_ADJOIN:
+            o_row = b_slot.to(tl.int64) * row_stride
+        else:
+            o_row = (b_slot // PAGE).to(tl.int64) * stride_kv_page
+            o_row += (b_slot % PAGE).to(tl.int64) * row_stride
 
         # A row that is not a key is never read: an unused row may hold NaN, and
         # 0 * NaN in the second product would poison the whole token.
-        # [BLOCK_N, LATENT]
-        p_latent = kv_cache + o_row[:, None] + o_latent[None, :]
-        b_latent = tl.load(p_latent, mask=m_n[:, None], other=0.0)
-        # [BLOCK_N, ROPE]
-        p_rope = kv_cache + o_row[:, None] + LATENT + o_rope[None, :]
-        b_rope = tl.load(p_rope, mask=m_n[:, None], other=0.0)
+        # [BLOCK_N, LATENT], [BLOCK_N, ROPE]
+        b_latent = tl.load(p_column + o_row[:, None], mask=m_n[:, None], other=0.0)
+        b_rope = tl.load(p_rope_column + o_row[:, None], mask=m_n[:, None], other=0.0)
 
         # [BLOCK_H, BLOCK_N], accumulated in float32: float16 keys of 6e4 give
         # scores of 1e12, far outside float16 and well inside float32.
@@ -160,22 +221,64 @@ def _sparse_mla_kernel(
 
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
         # The weights are at most 1, so 16 bits hold them in either dtype.
-        b_acc = b_acc * b_shrink[:, None]
-        b_acc = _dot(b_p.to(b_latent.dtype), b_latent, b_acc, INTERPRETED)
+        b_p = b_p.to(b_latent.dtype)
+        if LATENT_DOWN:
+            b_acc = b_acc * b_shrink[None, :]
+            b_acc = _dot(tl.trans(b_latent), tl.trans(b_p), b_acc, INTERPRETED)
+        else:
+            b_acc = b_acc * b_shrink[:, None]
+            b_acc = _dot(b_p, b_latent, b_acc, INTERPRETED)
         b_max = b_new_max
 
     # A token without any key has sum 0 and accumulator 0: output 0, LSE -inf.
     m_any = b_sum > 0.0
     b_div = tl.where(m_any, b_sum, 1.0)
+    if LATENT_DOWN:
+        b_acc = tl.trans(b_acc)
     b_out = b_acc / b_div[:, None]
     LN2: tl.constexpr = 0.6931471805599453
     b_lse = tl.where(m_any, (b_max + tl.log2(b_div)) * LN2, float("-inf"))
 
     # [BLOCK_H, LATENT]
-    p_out = out + i_t * stride_out_t + o_h[:, None] * stride_out_h + o_latent[None, :]
+    p_out = out + i_t * stride_out_t + i_s * stride_out_s
+    p_out = p_out + o_h[:, None] * stride_out_h + o_latent[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_h[:, None])
     # [BLOCK_H]
-    tl.store(lse + i_t * stride_lse_t + o_h, b_lse, mask=m_h)
+    p_lse = lse + i_t * stride_lse_t + i_s * stride_lse_s + o_h
+    tl.store(p_lse, b_lse, mask=m_h)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def _merge_kernel(
+    part,  # [T, SPLITS, H, LATENT] float32, contiguous
+    part_lse,  # [T, SPLITS, H] float32, contiguous
+    out,  # [T, H, LATENT], contiguous
+    lse,  # [T, H] float32, contiguous
+    num_heads,
+    SPLITS: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out = sum_s part[s] * exp(lse[s]) / sum_s exp(lse[s]), for each head."""
+    i_th = tl.program_id(0).to(tl.int64)
+    i_d = tl.program_id(1)
+    # [SPLITS], [BLOCK_D]
+    o_row = (i_th // num_heads) * SPLITS + tl.arange(0, SPLITS)
+    o_row = o_row * num_heads + i_th % num_heads
+    o_d = i_d * BLOCK_D + tl.arange(0, BLOCK_D)
+
+    b_lse = tl.load(part_lse + o_row)
+    # [SPLITS, BLOCK_D]
+    b_part = tl.load(part + o_row[:, None] * LATENT + o_d[None, :])
+    b_max = tl.max(b_lse, axis=0)
+    b_ref = tl.where(b_max == float("-inf"), 0.0, b_max)
+    b_weight = tl.exp(b_lse - b_ref)
+    # A split that holds the maximum has weight 1: the sum is 0 or at least 1.
+    b_sum = tl.sum(b_weight, axis=0)
+    b_out = tl.sum(b_part * b_weight[:, None], axis=0) / tl.maximum(b_sum, 1.0)
+    tl.store(out + i_th * LATENT + o_d, b_out.to(out.dtype.element_ty))
+    if i_d == 0:
+        tl.store(lse + i_th, b_ref + tl.log(b_sum))
 
 
 def sparse_mla(
@@ -183,6 +286,7 @@ def sparse_mla(
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
     scale: float,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from every query token to its own list of cache rows.
 
@@ -197,6 +301,8 @@ def sparse_mla(
             below 0, or beyond the cache, marks a place without a key; such
             places may stand anywhere and fill a whole row.
         scale: factor on the scores before the softmax.
+        workspace: float32, contiguous, at least `workspace_size` elements, for the
+            results of splits; allocated when it is needed and not given.
 
     Returns:
         `out` `[T, H, 512]` in the dtype of `q`, and `lse` `[T, H]` float32, the
@@ -221,18 +327,29 @@ def sparse_mla(
     if num_tokens == 0:
         return out, lse
 
-    config = launch_config(_capability(q_nope.device), num_heads)
-    grid = (num_tokens * triton.cdiv(num_heads, config.block_h),)
+    topk = slots.shape[1]
+    capability, num_sms = _chip(q_nope.device)
+    config = launch_config(capability, num_heads, num_tokens)
+    splits = num_splits(config, num_heads, num_tokens, topk, num_sms)
+    part, part_lse = out, lse
+    if splits > 1:
+        part, part_lse = _split_results(
+            workspace, (num_tokens, splits, num_heads), q_nope.device
+        )
+
+    steps = triton.cdiv(triton.cdiv(topk, config.block_n), splits)
+    grid = (num_tokens * splits * triton.cdiv(num_heads, config.block_h),)
     _sparse_mla_kernel[grid](
         q_nope,
         q_pe,
         kv_cache,
         slots,
-        out,
-        lse,
+        part,
+        part_lse,
         scale * 1.4426950408889634,
         num_heads,
         num_blocks * page,
+        splits,
         q_nope.stride(0),
         q_nope.stride(1),
         q_pe.stride(0),
@@ -240,20 +357,82 @@ def sparse_mla(
         kv_cache.stride(0),
         kv_cache.stride(1),
         slots.stride(0),
-        out.stride(0),
-        out.stride(1),
-        lse.stride(0),
-        TOPK=slots.shape[1],  # one value a model
+        splits * num_heads * LATENT_DIM,
+        num_heads * LATENT_DIM,
+        LATENT_DIM,
+        splits * num_heads,
+        num_heads,
+        TOPK=topk,  # one value a model
+        KEYS=steps * config.block_n,
         PAGE=page,
+        PAGES_ADJOIN=kv_cache.stride(0) == page * kv_cache.stride(1),
         LATENT=LATENT_DIM,
         ROPE=ROPE_DIM,
         BLOCK_H=config.block_h,
         BLOCK_N=config.block_n,
+        LATENT_DOWN=config.latent_down,
         INTERPRETED=not isinstance(_sparse_mla_kernel, triton.JITFunction),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )
+    if splits > 1:
+        block_d = merge_block(splits)
+        _merge_kernel[(num_tokens * num_heads, LATENT_DIM // block_d)](
+            part,
+            part_lse,
+            out,
+            lse,
+            num_heads,
+            SPLITS=splits,
+            LATENT=LATENT_DIM,
+            BLOCK_D=block_d,
+            num_warps=4,
+        )
     return out, lse
+
+
+def merge_block(splits: int) -> int:
+    """Latents of one merge program: narrow where there is much to add up."""
+    return 128 if splits <= 16 else 64
+
+
+def workspace_size(num_heads: int, topk: int, device: torch.device) -> int:
+    """Float32 elements that the splits of any number of tokens may need."""
+    capability, num_sms = _chip(device)
+    rows = 0
+    tokens = 1
+    # Tokens times splits is largest where a class of tokens ends.
+    while True:
+        config = launch_config(capability, num_heads, tokens)
+        splits = num_splits(config, num_heads, tokens, topk, num_sms)
+        if splits == 1:
+            return rows * num_heads * (LATENT_DIM + 1)
+        rows = max(rows, tokens * splits)
+        tokens += 1
+
+
+def _split_results(
+    workspace: torch.Tensor | None, rows: tuple[int, int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the output and the LSE of every token, split and head."""
+    count = math.prod(rows)
+    if workspace is None:
+        workspace = torch.empty(
+            count * (LATENT_DIM + 1), dtype=torch.float32, device=device
+        )
+    elif (
+        workspace.dtype != torch.float32
+        or not workspace.is_contiguous()
+        or workspace.numel() < count * (LATENT_DIM + 1)
+    ):
+        raise ValueError(
+            f"workspace must be contiguous, torch.float32 and have at least "
+            f"{count * (LATENT_DIM + 1)} elements, found {workspace.dtype} and "
+            f"{workspace.numel()}"
+        )
+    flat = workspace.view(-1)
+    return flat, flat[count * LATENT_DIM :]
 
 
 def _split_query(
@@ -322,8 +501,9 @@ def _check_arguments(
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of the device; asked once, it costs microseconds."""
+def _chip(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors; asked once, it costs microseconds."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)
-    return INTERPRETED_CAPABILITY
+        properties = torch.cuda.get_device_properties(device)
+        return (properties.major, properties.minor), properties.multi_processor_count
+    return INTERPRETED_CAPABILITY, INTERPRETED_SMS
