@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from compile_variants import HEADS, LAYOUTS, SHARED_LIMIT
+from compile_variants import HEADS, INDEX_HEADS, LAYOUTS, NEXT_N, SHARED_LIMIT
 from triton_sparse_mla import MAX_HEADS, launch_config
 
 SCRIPT = Path(__file__).with_name("compile_variants.py")
@@ -34,7 +34,8 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Variants:
 def test_all_chips_dtypes_heads_and_layouts_are_there(variants: Variants) -> None:
     attention = len(SHARED_LIMIT) * 2 * len(HEADS) * len(LAYOUTS)
     lookup = len(SHARED_LIMIT) * len(LAYOUTS)
-    assert len(variants) == attention + lookup
+    prefill = len(SHARED_LIMIT) * len(INDEX_HEADS) * (len(LAYOUTS) - 1)
+    assert len(variants) == attention + lookup + prefill * (1 + len(NEXT_N))
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
