@@ -14,6 +14,7 @@ import functools
 import importlib
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ NAMES = (
     "fp8_fp4_paged_mqa_logits",
     "get_paged_mqa_logits_metadata",
 )
+HOOKS = ("bounded_chunks", "has_mqa_logits", "persistent_topk_fits")
 # How many arguments each takes, for a call that only shows who answers.
 COUNT = (6, 8, 6, 8, 3)
 
@@ -83,6 +85,9 @@ def main() -> None:
         import vllm.utils.deep_gemm as module
         from vllm.platforms import current_platform
 
+        hook: Any = None
+        with contextlib.suppress(ModuleNotFoundError):
+            hook = importlib.import_module("vllm.utils.indexer_logits")
         answers = {}
         for capability in CAPABILITIES:
             cuda.Device.capability = capability
@@ -95,7 +100,9 @@ def main() -> None:
                     "is_deep_gemm_e8m0_used": module.is_deep_gemm_e8m0_used(),
                     "has_deep_gemm": module.has_deep_gemm(),
                 },
-                "guard": getattr(module, "has_mqa_logits", module.has_deep_gemm)(),
+                "guard": hook and hook.has_mqa_logits(),
+                "persistent_topk": hook and hook.persistent_topk_fits(),
+                "pieces": hook and pieces(hook, torch),
                 "called": {
                     name: called(module, name, count)
                     for name, count in zip(NAMES, COUNT, strict=True)
@@ -104,7 +111,17 @@ def main() -> None:
             }
         cuda.Device.capability = (8, 0)
         forget_cached_answers()
-        handed_on = hand_on(module, torch) if "has_mqa_logits" in vars(module) else {}
+        layer = importlib.import_module(
+            "vllm.model_executor.layers.sparse_attn_indexer"
+        )
+        builder = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
+        from_hook = sorted(
+            name
+            for user in (layer, builder)
+            for name, value in vars(user).items()
+            if hook and value is getattr(hook, name, user) and name in HOOKS
+        )
+        handed_on = hand_on(module, torch) if hook else {}
     own = {
         name: value
         for name, value in vars(module).items()
@@ -115,6 +132,7 @@ def main() -> None:
             "answers": answers,
             "functions": {name: code_of(value) for name, value in own.items()},
             "handed_on": handed_on,
+            "from_hook": from_hook,
             "cuda_initialised": torch.cuda.is_initialized(),
         },
         sys.stdout,
@@ -127,6 +145,35 @@ def code_of(function: Any) -> str:
         return "cached " + Path(function.__wrapped__.__code__.co_filename).name
     code = getattr(function, "__code__", None)
     return Path(code.co_filename).name if code else "no code"
+
+
+@dataclass
+class Chunk:
+    """The fields of a prefill chunk that are cut, and one that is not."""
+
+    token_start: int
+    token_end: int
+    cu_seqlen_ks: Any
+    cu_seqlen_ke: Any
+    total_seq_lens: Any
+    block_table: str = "kept"
+
+
+def pieces(hook: Any, torch: Any) -> list[list[Any]]:
+    """Two chunks, cut: 5 rows of 30 million keys (4 fit 512 MB), 3 rows of few."""
+    ks, ke = torch.arange(8), torch.arange(8) + 100
+    large = Chunk(2, 7, ks[:5], ke[:5], torch.tensor(30_000_000))
+    small = Chunk(7, 10, ks[5:], ke[5:], torch.tensor(10))
+    return [
+        [
+            piece.token_start,
+            piece.token_end,
+            piece.cu_seqlen_ks.tolist(),
+            piece.cu_seqlen_ke.tolist(),
+            piece.block_table,
+        ]
+        for piece in hook.bounded_chunks([large, small])
+    ]
 
 
 def hand_on(module: Any, torch: Any) -> dict[str, list[str]]:

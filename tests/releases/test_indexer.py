@@ -160,6 +160,42 @@ def test_the_kernels_are_given_vllms_arguments(
     }
 
 
+@pytest.mark.parametrize(
+    ("release", "names"),
+    [
+        ("0.16.0", ["bounded_chunks"]),
+        ("0.23.0", ["has_mqa_logits", "persistent_topk_fits"]),
+    ],
+)
+def test_the_indexer_imports_and_asks_the_hook(
+    release: str, names: list[str], ask: Callable[..., Answer]
+) -> None:
+    assert ask(release, "patched", None)["from_hook"] == names
+
+
+def test_persistent_topk_is_left_where_its_fallback_does_not_fit(
+    ask: Callable[..., Answer],
+) -> None:
+    answers = ask("0.23.0", "patched", ("90", "100"))["answers"]
+    fits = {capability for capability, a in answers.items() if a["persistent_topk"]}
+    assert fits == {"7.5", "8.0", "9.0", "10.0", "10.3"}
+
+
+def test_prefill_chunks_are_cut_on_our_chips_alone(ask: Callable[..., Answer]) -> None:
+    answers = ask("0.16.0", "patched", ("90", "100"))["answers"]
+    low, high = list(range(5)), list(range(100, 105))
+    small = [7, 10, [5, 6, 7], [105, 106, 107], "kept"]
+    for capability, answer in answers.items():
+        if set(answer["called"].values()) == {"ours"}:
+            assert answer["pieces"] == [
+                [2, 6, low[:4], high[:4], "kept"],
+                [6, 7, low[4:], high[4:], "kept"],
+                small,
+            ], capability
+        else:
+            assert answer["pieces"] == [[2, 7, low, high, "kept"], small], capability
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_import_does_not_initialise_cuda(
     release: str, ask: Callable[..., Answer]

@@ -6,10 +6,15 @@ each of the functions that only the DSA indexer calls. A switch asks on its firs
 call, when the GPU is in use anyway, never at import. On SM90 and SM100 it always
 calls what vLLM had there. Nothing else of that module changes: what it says about
 DeepGEMM for GEMM and MoE is as true as before.
+
+The remaining functions stand in, on such chips alone, for what else in the indexer
+of some release takes an SM90 for granted.
 """
 
 import functools
-from collections.abc import Callable, MutableMapping
+import os
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,13 @@ from vllm.utils.import_utils import has_deep_gemm
 # Chips that vLLM gives to DeepGEMM whatever else holds. Below 8 Triton has no kernel.
 DEEP_GEMM_MAJORS = (9, 10)
 OLDEST_MAJOR = 8
+
+# `_C.persistent_topk` falls back to a kernel that needs 128 KB of shared memory when
+# its programs do not all fit the chip at once, and raises where there is less.
+LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7)})
+
+# From 0.20.0 on vLLM bounds the logits of a prefill by this variable of its own.
+MAX_LOGITS_MB = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
 
 Function = Callable[..., Any]
 
@@ -41,6 +53,42 @@ def has_mqa_logits() -> bool:
     return uses_triton() or has_deep_gemm()
 
 
+def persistent_topk_fits() -> bool:
+    """Whether `_C.persistent_topk` may be called; stands in for `is_cuda()`."""
+    if not uses_triton():
+        return bool(current_platform.is_cuda())
+    capability = current_platform.get_device_capability()
+    return (capability.major, capability.minor) in LARGE_SHARED_MEMORY
+
+
+def bounded_chunks(chunks: Sequence[Any]) -> Sequence[Any]:
+    """Cut the indexer's prefill chunks where their logits would take too much memory.
+
+    A chunk has `token_end - token_start` rows of `total_seq_lens` logits. vLLM before
+    0.20.0 does not look at the product: 8192 tokens behind a context of a million
+    would ask for 32 GB. Each piece gathers its keys again, 132 bytes a key, which is
+    small beside scoring them.
+    """
+    if not uses_triton():
+        return chunks
+    most = int(os.environ.get(MAX_LOGITS_MB, "512")) * 2**20 // 4
+    pieces = []
+    for chunk in chunks:
+        rows = chunk.token_end - chunk.token_start
+        step = max(1, most // max(1, int(chunk.total_seq_lens)))
+        pieces += [
+            replace(
+                chunk,
+                token_start=chunk.token_start + first,
+                token_end=chunk.token_start + min(first + step, rows),
+                cu_seqlen_ks=chunk.cu_seqlen_ks[first : first + step],
+                cu_seqlen_ke=chunk.cu_seqlen_ke[first : first + step],
+            )
+            for first in range(0, rows, step)
+        ]
+    return pieces
+
+
 def install(module: MutableMapping[str, Any]) -> None:
     """Put a switch before the indexer's functions of `vllm.utils.deep_gemm`."""
     for name, ours in (
@@ -52,7 +100,6 @@ def install(module: MutableMapping[str, Any]) -> None:
     ):
         if name in module:
             module[name] = _switch(module[name], ours)
-    module["has_mqa_logits"] = has_mqa_logits
 
 
 def _switch(stock: Function, ours: Function) -> Function:

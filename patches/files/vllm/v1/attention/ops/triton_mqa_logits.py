@@ -340,7 +340,7 @@ def _paged_mqa_logits_kernel(
             p_k = keys + i_block * stride_keys_block + o_k
             b_k = tl.load(p_k, mask=m_block, other=0.0)
             p_scale = scales + i_block * stride_scales_block + (PAGE * DIM // 4 + o_n)
-            b_scale = tl.load(p_scale, mask=m_block, other=float("nan"))
+            b_scale = tl.load(p_scale, mask=m_block, other=0.0)
             # [PAGE, QUERIES]
             b_l = _tile(b_k, b_q, b_w, b_scale, PAGE, QUERIES, HEADS, NATIVE)
             b_l = tl.where(m_block, b_l, float("-inf"))
