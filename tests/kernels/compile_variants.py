@@ -22,6 +22,7 @@ sys.path.insert(
     0, str(Path(__file__).parents[2] / "patches/files/vllm/v1/attention/ops")
 )
 
+import triton_mqa_logits as mqa
 import triton_sparse_mla as mla
 import triton_sparse_slots as lookup
 
@@ -38,9 +39,21 @@ SHARED_LIMIT = {
 SHAPES = ((8, 1), (8, 128), (32, 1), (64, 1))
 # Powers of two between 2 and the most that any chip has room for.
 MERGES = (2, 32, 128)
+# Index heads, and tokens a request in decode, on each side of a decision there.
+INDEX_HEADS = (32, 64)
+NEXT_N = (1, 2, 4)
 # What vLLM passes is 16-aligned; a pool with odd strides is not, and then the
 # loads are narrower. Strides of a giant pool do not fit 32 bits.
 LAYOUTS = ("aligned", "odd", "wide")
+
+# Strides that are no multiple of 16 even there.
+ANY_STRIDE = (
+    "stride_lse_t",
+    "stride_lse_s",
+    "stride_lens_b",
+    "stride_lens_n",
+    "stride_table_b",
+)
 
 
 def compile_for(
@@ -54,7 +67,7 @@ def compile_for(
 ) -> dict[str, int]:
     """Compile one variant; give its shared memory, registers and stack.
 
-    `pointers` gives a type to every argument that is no integer. A stack is
+    `pointers` gives a type to every argument that `integer` does not suit. A stack is
     where spilled registers go: this kernel has no arrays, so 0 means none.
     """
     signature, hints = {}, {}
@@ -64,7 +77,7 @@ def compile_for(
             continue
         signature[name] = pointers.get(name, integer)
         is_pointer = signature[name].startswith("*")
-        is_stride = name.startswith("stride_") and not name.startswith("stride_lse")
+        is_stride = name.startswith("stride_") and name not in ANY_STRIDE
         if is_pointer or (is_stride and aligned):
             hints[(position,)] = [["tt.divisibility", 16]]
     built = triton.compile(
@@ -156,10 +169,67 @@ def attention_variants(
     return results
 
 
+def mqa_variants(arch: int, layout: str) -> list[dict[str, object]]:
+    """The two kernels of the indexer, with float8 where the chip has it."""
+    capability = divmod(arch, 10)
+    native = mqa.has_float8(capability)
+    eight_bits = "*fp8e4nv" if native else "*i8"
+    floats = dict.fromkeys(("k_scale", "scales", "weights", "logits"), "*fp32")
+    whole = dict.fromkeys(("starts", "ends", "context_lens", "block_table"), "*i32")
+    # Counts fit 32 bits whatever the strides are.
+    counts = dict.fromkeys(
+        ("num_queries", "num_keys", "num_requests", "next_n", "num_blocks", "longest"),
+        "i32",
+    )
+    keys = dict.fromkeys(("q", "k", "keys"), eight_bits)
+    types = {**keys, **floats, **whole, **counts}
+    shared = {"DIM": mqa.HEAD_DIM, "NATIVE": native}
+    kernels = []
+    for heads in INDEX_HEADS:
+        config = mqa.prefill_config(capability)
+        constants = {
+            "QUERIES": config.columns // heads,
+            "BLOCK_N": config.block_n,
+            "SPAN": config.span,
+        }
+        kernels.append(("mqa_logits", mqa._mqa_logits_kernel, heads, config, constants))
+        for next_n in NEXT_N:
+            config = mqa.decode_config(capability, next_n * heads)
+            constants = {
+                "QUERIES": max(1, config.columns // heads),
+                "PAGE": mqa.PAGE,
+                "BLOCK_B": mqa.BLOCK_B,
+                # Triton makes a constant of an argument that is 1.
+                **({"next_n": 1} if next_n == 1 else {}),
+            }
+            name = f"paged_logits-next{next_n}"
+            kernels.append(
+                (name, mqa._paged_mqa_logits_kernel, heads, config, constants)
+            )
+    return [
+        {
+            "name": f"sm{arch}-{name}-heads{heads}-{layout}",
+            "arch": arch,
+            **compile_for(
+                kernel,
+                arch,
+                types,
+                {**shared, **constants, "HEADS": heads, "STAGES": config.num_stages},
+                "i64" if layout == "wide" else "i32",
+                True,
+                {"num_warps": config.num_warps, "maxnreg": config.max_registers},
+            ),
+        }
+        for name, kernel, heads, config, constants in kernels
+    ]
+
+
 def variants(archs: list[int]) -> list[dict[str, object]]:
     results = []
     for arch in archs:
         for layout in LAYOUTS:
+            if layout != "odd":  # the indexer's kernels refuse such a cache
+                results += mqa_variants(arch, layout)
             integer = "i64" if layout == "wide" else "i32"
             aligned = layout != "odd"
             for dtype in ("fp16", "bf16") if aligned else ("bf16",):

@@ -23,13 +23,25 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton.language as tl  # noqa: E402
-from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
 
-if DEVICE == "cpu" and not isinstance(tl.cdiv, InterpretedFunction):
+if DEVICE == "cpu" and not isinstance(tl.cdiv, interpreter.InterpretedFunction):
     raise pytest.UsageError(
         "triton was imported before tests/kernels/conftest.py could ask for its "
         "interpreter: run with TRITON_INTERPRET=1"
     )
+
+# The interpreter turns the bounds of a loop into integers by int() of an array with
+# one element, which numpy 2.4 refuses: a loop over range(tensor) would not run.
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_for_numpy(tensor: type, scope: interpreter._LangPatchScope) -> None:
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_tensor_for_numpy
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,7 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from compile_variants import LAYOUTS, MERGES, SHAPES, SHARED_LIMIT
+from compile_variants import (
+    INDEX_HEADS,
+    LAYOUTS,
+    MERGES,
+    NEXT_N,
+    SHAPES,
+    SHARED_LIMIT,
+)
 from triton_sparse_mla import MAX_HEADS, launch_config
 
 SCRIPT = Path(__file__).with_name("compile_variants.py")
@@ -36,7 +43,10 @@ def test_all_chips_dtypes_shapes_and_layouts_are_there(variants: Variants) -> No
         configs = {launch_config(divmod(arch, 10), *shape) for shape in SHAPES}
         ours = [name for name in variants if name.startswith(f"sm{arch}-")]
         # aligned: 3 numbers of splits in 2 dtypes; wide: 2 dtypes; odd: one
-        assert len(ours) == len(configs) * 9 + len(MERGES) + len(LAYOUTS)
+        attention = len(configs) * 9 + len(MERGES)
+        # prefill, and decode for each number of tokens; not in the odd layout
+        indexer = len(INDEX_HEADS) * (1 + len(NEXT_N)) * (len(LAYOUTS) - 1)
+        assert len(ours) == attention + indexer + len(LAYOUTS)
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where DeepGEMM has no logits kernels for a chip, the indexer gets Triton ones.
+
+`vllm.utils.deep_gemm` hands its namespace to `install`, which puts a switch before
+each of the functions that only the DSA indexer calls. A switch asks on its first
+call, when the GPU is in use anyway, never at import. On SM90 and SM100 it always
+calls what vLLM had there. Nothing else of that module changes: what it says about
+DeepGEMM for GEMM and MoE is as true as before.
+
+The remaining functions stand in, on such chips alone, for what else in the indexer
+of some release takes an SM90 for granted.
+"""
+
+import functools
+import os
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import has_deep_gemm
+
+# Chips that vLLM gives to DeepGEMM whatever else holds. Below 8 Triton has no kernel.
+DEEP_GEMM_MAJORS = (9, 10)
+OLDEST_MAJOR = 8
+
+# `_C.persistent_topk` falls back to a kernel that needs 128 KB of shared memory when
+# its programs do not all fit the chip at once, and raises where there is less.
+LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7)})
+
+# From 0.20.0 on vLLM bounds the logits of a prefill by this variable of its own.
+MAX_LOGITS_MB = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
+
+Function = Callable[..., Any]
+
+
+@functools.cache
+def uses_triton() -> bool:
+    """Whether the indexer's logits come from Triton on this chip."""
+    if not current_platform.is_cuda():
+        return False
+    capability = current_platform.get_device_capability()
+    if capability is None or capability.major in DEEP_GEMM_MAJORS:
+        return False
+    return capability.major >= OLDEST_MAJOR and not _deep_gemm_serves(capability.major)
+
+
+def has_mqa_logits() -> bool:
+    """Whether the indexer can have its logits at all; stands in for its guard."""
+    return uses_triton() or has_deep_gemm()
+
+
+def persistent_topk_fits() -> bool:
+    """Whether `_C.persistent_topk` may be called; stands in for `is_cuda()`."""
+    if not uses_triton():
+        return bool(current_platform.is_cuda())
+    capability = current_platform.get_device_capability()
+    return (capability.major, capability.minor) in LARGE_SHARED_MEMORY
+
+
+def bounded_chunks(chunks: Sequence[Any]) -> Sequence[Any]:
+    """Cut the indexer's prefill chunks where their logits would take too much memory.
+
+    A chunk has `token_end - token_start` rows of `total_seq_lens` logits. vLLM before
+    0.20.0 does not look at the product: 8192 tokens behind a context of a million
+    would ask for 32 GB. Each piece gathers its keys again, 132 bytes a key, which is
+    small beside scoring them.
+    """
+    if not uses_triton():
+        return chunks
+    most = int(os.environ.get(MAX_LOGITS_MB, "512")) * 2**20 // 4
+    pieces = []
+    for chunk in chunks:
+        rows = chunk.token_end - chunk.token_start
+        step = max(1, most // max(1, int(chunk.total_seq_lens)))
+        pieces += [
+            replace(
+                chunk,
+                token_start=chunk.token_start + first,
+                token_end=chunk.token_start + min(first + step, rows),
+                cu_seqlen_ks=chunk.cu_seqlen_ks[first : first + step],
+                cu_seqlen_ke=chunk.cu_seqlen_ke[first : first + step],
+            )
+            for first in range(0, rows, step)
+        ]
+    return pieces
+
+
+def install(module: MutableMapping[str, Any]) -> None:
+    """Put a switch before the indexer's functions of `vllm.utils.deep_gemm`."""
+    for name, ours in (
+        ("fp8_mqa_logits", _mqa_logits),  # up to 0.19.1
+        ("fp8_paged_mqa_logits", _paged_mqa_logits),
+        ("fp8_fp4_mqa_logits", _mqa_logits),  # from 0.20.0
+        ("fp8_fp4_paged_mqa_logits", _paged_mqa_logits),
+        ("get_paged_mqa_logits_metadata", _paged_mqa_logits_metadata),
+    ):
+        if name in module:
+            module[name] = _switch(module[name], ours)
+
+
+def _switch(stock: Function, ours: Function) -> Function:
+    @functools.wraps(stock)
+    def switch(*args: Any, **kwargs: Any) -> Any:
+        return (ours if uses_triton() else stock)(*args, **kwargs)
+
+    return switch
+
+
+def _deep_gemm_serves(major: int) -> bool:
+    """Whether the DeepGEMM that vLLM would import has logits kernels for the chip.
+
+    It compiles them when they are first called, from headers that name the chip:
+    120 for SM120 and SM121. They come and go between releases, so only the files
+    can tell.
+    """
+    for package in ("deep_gemm", "vllm.third_party.deep_gemm"):
+        try:
+            spec = find_spec(package)
+        except ModuleNotFoundError:  # of a parent
+            continue
+        if spec is None or not spec.submodule_search_locations:
+            continue
+        headers = [
+            header.name
+            for folder in spec.submodule_search_locations
+            for header in Path(folder, "include").rglob(f"sm{major}0_*mqa_logits*.cuh")
+        ]
+        paged = [name for name in headers if "paged" in name]
+        return 0 < len(paged) < len(headers)
+    return False
+
+
+def _mqa_logits(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    clean_logits: bool,
+) -> torch.Tensor:
+    from vllm.v1.attention.ops.triton_mqa_logits import mqa_logits
+
+    k, k_scale = kv
+    return mqa_logits(
+        _fp8(q), k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean=clean_logits
+    )
+
+
+def _paged_mqa_logits(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    schedule_metadata: torch.Tensor,
+    max_model_len: int,
+    clean_logits: bool,
+) -> torch.Tensor:
+    from vllm.v1.attention.ops.triton_mqa_logits import paged_mqa_logits
+
+    # schedule_metadata is unused: the kernel makes its own schedule on the GPU.
+    return paged_mqa_logits(
+        _fp8(q),
+        kv_cache,
+        weights,
+        context_lens,
+        block_tables,
+        max_model_len,
+        clean=clean_logits,
+    )
+
+
+def _paged_mqa_logits_metadata(
+    context_lens: torch.Tensor, block_size: int, num_sms: int
+) -> torch.Tensor:
+    """Something of the shape that DeepGEMM's schedule has."""
+    return torch.zeros((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
+
+
+def _fp8(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
+) -> torch.Tensor:
+    """The query itself; from 0.20.0 on it comes with the block scales of float4."""
+    if isinstance(q, torch.Tensor):
+        return q
+    values, scales = q
+    if scales is not None:
+        raise ValueError(
+            "the indexer's query must be float8 on this GPU, found float4 with block "
+            "scales: turn use_fp4_indexer_cache off"
+        )
+    return values
