@@ -36,7 +36,7 @@ Answer = dict[str, Any]
 @pytest.fixture(scope="module")
 def python() -> Path:
     found = Path(os.environ.get("GLM5_PATCH_SELECT_PYTHON", sys.executable))
-    program = "import torch, transformers"
+    program = "import torch, transformers, openai_harmony"
     if subprocess.run([found, "-c", program], cwd="/", capture_output=True).returncode:
         pytest.skip(f"{found} lacks the packages of requirements-select.txt")
     return found
