@@ -47,8 +47,8 @@ class LaunchConfig(NamedTuple):
     block_h: int  # heads of one program; the tensor cores want at least 16
     block_n: int  # cache rows of one step, a power of two, at least 16
     num_warps: int
-    num_stages: int  # 5 gives the rows three buffers, 2 and 3 give them two: the
-    # chain of loads is slot, then row, and the slots run ahead
+    num_stages: int  # of loads in flight. The chain is slot, then row, and slots run
+    # ahead: in `mma.sync` shapes 5 gives the rows two buffers, 3 gives them one
     latent_down: bool  # accumulate [LATENT, heads]: see the kernel
     programs_per_sm: int  # that fit at a time; decides the number of splits
     max_registers: int | None = None  # of a thread, where more programs must fit
