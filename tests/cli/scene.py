@@ -19,11 +19,14 @@ PROJECT = Path(__file__).resolve().parents[2]
 IMPORTED_FROM = Path(glm5_patch.__file__).resolve().parents[1]
 """The folder that the tests import glm5_patch from: src, or where it is installed."""
 
-PATCHED = (
-    "vllm/model_executor/models/config.py",
-    "vllm/platforms/cuda.py",
-    "vllm/v1/attention/backends/registry.py",
-)
+
+def patched(release: str) -> tuple[str, ...]:
+    """The files of ``release`` that the patch set changes, by its lock."""
+    lock = json.loads((PROJECT / "patches" / "lock.json").read_text())
+    return tuple(lock["releases"][release])
+
+
+PATCHED = patched("0.16.0")
 TARGET = "vllm/platforms/cuda.py"
 ADDED = "vllm/v1/attention/ops/triton_sparse_mla.py"
 STATE = ".glm5-patch/state.json"

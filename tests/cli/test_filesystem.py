@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -160,8 +161,8 @@ def test_a_hard_link_keeps_the_old_bytes(own_tree: Scene) -> None:
 
 
 def test_modes_and_owners_stay(own_tree: Scene) -> None:
-    modes = (0o600, 0o644, 0o755)
-    for path, mode in zip(PATCHED, modes, strict=True):
+    modes = itertools.cycle((0o600, 0o644, 0o755))
+    for path, mode in zip(PATCHED, modes, strict=False):
         (own_tree.root / path).chmod(mode)
     if os.geteuid() == 0:
         os.chown(own_tree.root / PATCHED[0], 1234, 5678)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scene import ADDED, PATCHED, Scene, contents, stamps
+from scene import ADDED, Scene, contents, patched, stamps
 from targets import MakeTarget
 
 REGISTRY = "vllm/model_executor/models/registry.py"
@@ -23,7 +23,7 @@ def wheel(tree: Path, version: str, folder: Path) -> Path:
     """A wheel of the files of ``tree`` that the patch looks at: pip takes no longer."""
     info = f"vllm-{version}.dist-info"
     files = {p: (tree / p).read_bytes() for p in ("vllm/__init__.py", REGISTRY)}
-    files |= {p: (tree / p).read_bytes() for p in PATCHED}
+    files |= {p: (tree / p).read_bytes() for p in patched(version)}
     for package in ("vllm/v1/attention/ops", "vllm/v1/attention/backends/mla"):
         files[f"{package}/__init__.py"] = b""
     head = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
@@ -58,8 +58,13 @@ class Environment:
         command = [sys.executable, "-m", "pip", "--python", str(self.python), *args]
         subprocess.run(command, check=True, capture_output=True)
 
-    def install(self, made: Path) -> None:
-        self.pip("install", "--no-index", "--no-deps", "--upgrade", str(made))
+    def install(self, made: Path, how: str = "--upgrade") -> None:
+        self.pip("install", "--no-index", "--no-deps", how, str(made))
+
+    def brought(self) -> dict[str, bytes | None]:
+        """All that is there but the state of the patch."""
+        found = contents(self.root).items()
+        return {path: data for path, data in found if ".glm5-patch" not in path}
 
     def run(self, *args: str) -> dict[str, Any]:
         done = self.scene.run(*args, "--json", "--python", str(self.python))
@@ -67,73 +72,77 @@ class Environment:
 
 
 @pytest.fixture
-def patched(tmp_path: Path, release_tree: Callable[[str], Path]) -> Environment:
+def environment(tmp_path: Path, release_tree: Callable[[str], Path]) -> Environment:
     made = Environment(tmp_path / "environment")
     made.install(wheel(release_tree("0.16.0"), "0.16.0", tmp_path))
     assert made.run("apply")["changed"]
     return made
 
 
-def test_pip_removes_what_was_added(patched: Environment) -> None:
-    patched.pip("uninstall", "--yes", "vllm")
-    left = {path for path, data in contents(patched.root).items() if data is not None}
+def test_pip_removes_what_was_added(environment: Environment) -> None:
+    environment.pip("uninstall", "--yes", "vllm")
+    left = {
+        path for path, data in contents(environment.root).items() if data is not None
+    }
     assert all(path.startswith(".glm5-patch/") for path in left)
-    assert patched.run("status")["exit_code"] == 3
+    assert environment.run("status")["exit_code"] == 3
 
 
 def test_a_fresh_install_after_an_uninstall(
-    patched: Environment, tmp_path: Path, release_tree: Callable[[str], Path]
+    environment: Environment, tmp_path: Path, release_tree: Callable[[str], Path]
 ) -> None:
-    patched.pip("uninstall", "--yes", "vllm")
-    patched.install(wheel(release_tree("0.16.0"), "0.16.0", tmp_path))
-    before = {p: d for p, d in contents(patched.root).items() if ".glm5-patch" not in p}
-    assert patched.run("status")["condition"] == "replaced"
-    assert patched.run("revert")["changed"]
-    assert contents(patched.root) == before
-    assert patched.run("status")["condition"] == "not applied"
+    environment.pip("uninstall", "--yes", "vllm")
+    environment.install(wheel(release_tree("0.16.0"), "0.16.0", tmp_path))
+    before = environment.brought()
+    assert environment.run("status")["condition"] == "replaced"
+    assert environment.run("revert")["changed"]
+    assert contents(environment.root) == before
+    assert environment.run("status")["condition"] == "not applied"
 
 
 def test_an_upgrade_underneath(
-    patched: Environment, tmp_path: Path, release_tree: Callable[[str], Path]
+    environment: Environment, tmp_path: Path, release_tree: Callable[[str], Path]
 ) -> None:
-    patched.install(wheel(release_tree("0.23.0"), "0.23.0", tmp_path))
-    assert not (patched.root / ADDED).exists()
-    before = {p: d for p, d in contents(patched.root).items() if ".glm5-patch" not in p}
-    found = patched.run("status")
+    environment.install(wheel(release_tree("0.23.0"), "0.23.0", tmp_path))
+    assert not (environment.root / ADDED).exists()
+    before = environment.brought()
+    found = environment.run("status")
     assert (found["exit_code"], found["condition"]) == (1, "replaced")
     assert "vLLM 0.23.0 was installed over it" in found["summary"]
-    applied = patched.run("apply")
+    applied = environment.run("apply")
     assert applied["plan"]["release"] == "0.23.0"
-    assert patched.run("verify", "--level", "files")["exit_code"] == 0
-    patched.run("revert")
-    assert contents(patched.root) == before
+    assert environment.run("verify", "--level", "files")["exit_code"] == 0
+    environment.run("revert")
+    assert contents(environment.root) == before
 
 
 def test_a_reinstall_of_the_same_release(
-    patched: Environment, tmp_path: Path, release_tree: Callable[[str], Path]
+    environment: Environment, tmp_path: Path, release_tree: Callable[[str], Path]
 ) -> None:
     made = wheel(release_tree("0.16.0"), "0.16.0", tmp_path)
-    patched.pip("install", "--no-index", "--no-deps", "--force-reinstall", str(made))
-    before = {p: d for p, d in contents(patched.root).items() if ".glm5-patch" not in p}
-    assert patched.run("status")["condition"] == "replaced"
-    assert patched.run("apply")["changed"]
-    assert patched.run("status")["condition"] == "applied"
-    patched.run("revert")
-    assert contents(patched.root) == before
+    environment.pip(
+        "install", "--no-index", "--no-deps", "--force-reinstall", str(made)
+    )
+    before = environment.brought()
+    assert environment.run("status")["condition"] == "replaced"
+    assert environment.run("apply")["changed"]
+    assert environment.run("status")["condition"] == "applied"
+    environment.run("revert")
+    assert contents(environment.root) == before
 
 
 def test_the_running_interpreters_own_vllm(
-    patched: Environment, tmp_path: Path
+    environment: Environment, tmp_path: Path
 ) -> None:
     """With no place named; from a working directory with a decoy."""
     libraries = Path(sys.executable).parent.parent.glob("lib/python3.*/site-packages")
-    (patched.root / "tests.pth").write_text("".join(f"{p}\n" for p in libraries))
+    (environment.root / "tests.pth").write_text("".join(f"{p}\n" for p in libraries))
     (tmp_path / "decoy" / "vllm").mkdir(parents=True)
     (tmp_path / "decoy" / "vllm" / "__init__.py").write_text("raise SystemExit(9)\n")
-    done = patched.scene.run_exactly(
-        "status", "--json", cwd=tmp_path / "decoy", python=patched.python
+    done = environment.scene.run_exactly(
+        "status", "--json", cwd=tmp_path / "decoy", python=environment.python
     )
-    assert done.json["installation"]["root"] == str(patched.root)
+    assert done.json["installation"]["root"] == str(environment.root)
     assert done.json["condition"] == "applied"
 
 

@@ -8,7 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scene import ADDED, PATCHED, STATE, TARGET, Done, Scene, contents, stamps
+from scene import (
+    ADDED,
+    PATCHED,
+    STATE,
+    TARGET,
+    Done,
+    Scene,
+    contents,
+    patched,
+    stamps,
+)
 
 Make = Callable[[str], Scene]
 
@@ -20,7 +30,7 @@ def test_revert_gives_back_what_pip_installed(release: str, make_scene: Make) ->
     scene.must("apply")
     after = contents(scene.root)
     assert {path for path in before if after[path] != before[path]} == {
-        *PATCHED,
+        *patched(release),
         f"vllm-{release}.dist-info/RECORD",
     }
     scene.must("status")
