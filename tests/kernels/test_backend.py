@@ -187,7 +187,8 @@ def test_q_may_have_fewer_rows_than_the_metadata(
     few = tuple(part[:4] for part in data.q)
     first, lse = impl.forward_mqa(few, data.cache, metadata, None)
     assert list(lse.shape) == [4, HEADS]
-    assert torch.equal(first, whole[:4])
+    # Not bit for bit: fewer tokens may split their keys over more programs.
+    check_out("fewer rows", first, whole[:4])
 
 
 def test_the_buffers_of_a_captured_graph_stay_where_they_are(
