@@ -20,16 +20,19 @@ from glm5_patch import (
     state,
     transaction,
 )
+from glm5_patch import verify as checks
 from glm5_patch.errors import Busy, Failed, NotFound, PatchError, Usage
 from glm5_patch.locate import Installation
 from glm5_patch.manifest import PatchSet
 from glm5_patch.plan import Plan
+from glm5_patch.probe import explain as table_of
 from glm5_patch.probe.explain import Row
+from glm5_patch.probe.judge import CAPABILITIES, DTYPES, KV_CACHE_DTYPES
 from glm5_patch.probe.model import Capability, NotRun
 from glm5_patch.probe.model import Failed as ProbeFailed
 from glm5_patch.report import Report, Table
-from glm5_patch.state import Condition, Found, Inspection
-from glm5_patch.verify import Level, Outcome
+from glm5_patch.state import Condition, Inspection
+from glm5_patch.verify import TIMEOUT_S, Level, Outcome
 
 
 def find(python: Path | None, site_packages: Path | None) -> Installation:
@@ -60,8 +63,7 @@ def apply(
     if not dry_run and transaction.repair(installation):
         notes += ("note: an interrupted run was taken back first",)
     inspection = state.inspect(installation)
-    if inspection.condition is not Condition.NOT_APPLIED:
-        transaction.check_revertible(installation.root, inspection)
+    transaction.check_revertible(installation.root, inspection)
     wanted = _plan(installation, patches, inspection, features, allow_unlisted)
     notes += report.untested(wanted)
     data = {
@@ -112,8 +114,7 @@ def revert(installation: Installation, dry_run: bool) -> Report:
     rows = tuple(
         (entry.path, "remove" if entry.before is None else "restore")
         for entry, found in inspection.found
-        if found is Found.PATCHED
-        or (found is Found.MISSING and inspection.condition is not Condition.REPLACED)
+        if state.goes_back(found, inspection.replaced)
     )
     table = Table(("file", "change"), rows) if rows else None
     if dry_run and inspection.state is not None:
@@ -127,7 +128,7 @@ def revert(installation: Installation, dry_run: bool) -> Report:
         )
     if transaction.revert(installation) is None:
         return Report("revert", "not applied; nothing to do", notes=notes, data=data)
-    if inspection.condition is Condition.REPLACED:
+    if inspection.replaced:
         summary = "another vLLM was installed over the patched one; forgot the patch"
     else:
         summary = "reverted: every file is as the installer put it there"
@@ -205,8 +206,6 @@ def verify(
     gguf: Path | None = None,
 ) -> Report:
     """Check what is applied; a level that was asked for by name has to run."""
-    from glm5_patch import verify as checks
-
     deepest = _level(level)
     inspection = state.inspect(installation)
     notes = report.where(installation)
@@ -312,10 +311,6 @@ def explain(
     kv_cache_dtypes: Sequence[str] | None,
 ) -> Report:
     """Which backend serves each case before and after, and why others refuse."""
-    from glm5_patch.probe import explain as table_of
-    from glm5_patch.probe.judge import CAPABILITIES, DTYPES, KV_CACHE_DTYPES
-    from glm5_patch.verify import TIMEOUT_S
-
     chosen = [_capability(text) for text in capabilities or ()] or CAPABILITIES
     inspection = state.inspect(installation)
     wanted = _plan(installation, patches, inspection, (), False)

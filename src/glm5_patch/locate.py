@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, PathDistribution
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 from glm5_patch.errors import NotFound, Usage
 
@@ -164,7 +163,7 @@ def _source_of(dist: Distribution) -> Path | None:
     try:
         origin = json.loads(text)
         editable = origin.get("dir_info", {}).get("editable") is True
-        path = Path(url2pathname(urlsplit(origin["url"]).path))
+        path = Path(unquote(urlsplit(origin["url"]).path))
     except (ValueError, AttributeError, KeyError, TypeError):
         return None
     if not editable:

@@ -98,6 +98,11 @@ class Inspection:
     state: State | None = None
     found: tuple[tuple[Entry, Found], ...] = ()
 
+    @property
+    def replaced(self) -> bool:
+        """Whether what stands there now is another installation's."""
+        return self.condition is Condition.REPLACED
+
 
 def dump(state: State) -> bytes:
     """``state`` as the bytes of ``state.json``."""
@@ -177,13 +182,23 @@ def inspect(installation: Installation) -> Inspection:
 
 def find(root: Path, entry: Entry) -> Found:
     """What stands at the path of ``entry``."""
-    data = tree.read(root, entry.path)
-    have = None if data is None else sha256(data)
+    have = hash_of(root, entry.path)
     if have == entry.after:
         return Found.PATCHED
     if have == entry.before:
         return Found.STOCK
-    return Found.MISSING if data is None else Found.EDITED
+    return Found.MISSING if have is None else Found.EDITED
+
+
+def goes_back(found: Found, replaced: bool) -> bool:
+    """Whether taking the patch back puts the original where this was found."""
+    return found is Found.PATCHED or (found is Found.MISSING and not replaced)
+
+
+def hash_of(root: Path, path: str) -> str | None:
+    """The sha256 of the file ``path`` below ``root``, or None if it is absent."""
+    data = tree.read(root, path)
+    return None if data is None else sha256(data)
 
 
 def stock(root: Path, state: State | None, path: str) -> bytes | None:

@@ -98,9 +98,9 @@ def repair(installation: Installation) -> bool:
 
 def check_revertible(root: Path, inspection: Inspection) -> None:
     """Raise ``Failed`` if taking the patch back would lose or miss something."""
-    replaced = inspection.condition is Condition.REPLACED
+    replaced = inspection.replaced
     for entry, found in inspection.found:
-        if found is Found.PATCHED or (found is Found.MISSING and not replaced):
+        if state.goes_back(found, replaced):
             state.original(root, entry)
         elif found is Found.EDITED and entry.kind is not Kind.RECORD and not replaced:
             raise Failed(
@@ -122,10 +122,9 @@ def _take_back(installation: Installation) -> State | None:
             _forget(root)
             return None
         # A replaced tree keeps its phase: read again, it still tells what it is.
-        replaced = inspection.condition is Condition.REPLACED
-        if done.phase is Phase.APPLIED and not replaced:
+        if done.phase is Phase.APPLIED and not inspection.replaced:
             _put_state(root, replace(done, phase=Phase.REVERTING))
-        _restore(root, done, replaced)
+        _restore(root, done, inspection.replaced)
     except OSError as error:
         raise tree.refused(error, root) from error
     return done
@@ -174,7 +173,7 @@ def _restore(root: Path, done: State, replaced: bool = False) -> None:
             rest = record.without_rows(target.read_bytes(), added)
             files.write(_staged(target), rest, target.stat())
             files.rename(_staged(target), target)
-        elif found is Found.PATCHED or (found is Found.MISSING and not replaced):
+        elif state.goes_back(found, replaced):
             if entry.before is None:
                 files.remove(target)
             elif target.parent.is_dir():
@@ -195,7 +194,7 @@ def _restore_bytecode(root: Path, done: State, replaced: bool) -> None:
     for path in _bytecode(root, modules):
         entry = compiled.get(path)
         # An apply that stopped early has not dropped these yet, nor kept all of them.
-        if entry is None or _hash(tree.read(root, path)) != entry.before:
+        if entry is None or state.hash_of(root, path) != entry.before:
             files.remove(tree.target(root, path))
     for path, entry in compiled.items():
         target = tree.target(root, path)
@@ -236,14 +235,14 @@ def _entries(
 ) -> tuple[Entry, ...]:
     entries = []
     for path, data in contents.items():
-        before = tree.read(root, path)
+        before = state.hash_of(root, path)
         kind = Kind.RECORD if path.endswith("/RECORD") else Kind.PATCHED
         if path in added:
             # One of ours that is there already outlived an uninstall: it goes too.
             kind, before = Kind.ADDED, None
-        entries.append(Entry(path, kind, _hash(before), sha256(data)))
+        entries.append(Entry(path, kind, before, sha256(data)))
     for path in _bytecode(root, contents):
-        entries.append(Entry(path, Kind.BYTECODE, _hash(tree.read(root, path)), None))
+        entries.append(Entry(path, Kind.BYTECODE, state.hash_of(root, path), None))
     return tuple(entries)
 
 
@@ -269,7 +268,7 @@ def _missing_folders(root: Path, paths: Iterable[str]) -> list[str]:
 
 
 def _expect(root: Path, path: str, *hashes: str | None) -> None:
-    have = _hash(tree.read(root, path))
+    have = state.hash_of(root, path)
     if have not in hashes:
         raise Conflict(
             "a file changed while the patch was being planned",
@@ -278,10 +277,6 @@ def _expect(root: Path, path: str, *hashes: str | None) -> None:
             found=f"sha256 {have}" if have else "no such file",
             todo="see what else writes to this environment, then try again",
         )
-
-
-def _hash(data: bytes | None) -> str | None:
-    return None if data is None else sha256(data)
 
 
 def _staged(target: Path) -> Path:
