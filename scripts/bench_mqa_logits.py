@@ -12,7 +12,6 @@ launch shapes too.
 import argparse
 import importlib
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +19,14 @@ from typing import Any
 
 import torch
 import triton
+from graph_timing import graph_us
 
 OPS = Path(__file__).parents[1] / "patches/files/vllm/v1/attention/ops"
 sys.path.insert(0, str(OPS))
 
 import triton_mqa_logits as mqa  # noqa: E402
+
+REPEATS = 20  # replays of a graph
 
 DIM, PAGE = mqa.HEAD_DIM, mqa.PAGE
 FP8 = torch.float8_e4m3fn
@@ -43,26 +45,6 @@ def deep_gemm() -> Any:
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
     return None
-
-
-def graph_us(run: Callable[[], object], calls: int, repeats: int = 20) -> float:
-    """Median microseconds of one call, from graphs of `calls` calls each."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for i in range(repeats + 3):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:  # clocks and caches settle
-            times.append(start.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -110,7 +92,9 @@ def bench_decode(
         turn = iter(range(10**9))
         return lambda: run(inputs[next(turn) % calls])
 
-    found["ours_us"] = graph_us(in_turn(lambda i: mqa.paged_mqa_logits(**i)), calls)
+    found["ours_us"] = graph_us(
+        in_turn(lambda i: mqa.paged_mqa_logits(**i)), calls, REPEATS
+    )
     if library is None:
         return found
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -133,7 +117,7 @@ def bench_decode(
             clean_logits=False,
         )
 
-    found["deep_gemm_us"] = graph_us(in_turn(theirs), calls)
+    found["deep_gemm_us"] = graph_us(in_turn(theirs), calls, REPEATS)
     found["difference"] = relative(mqa.paged_mqa_logits(**inputs[0]), theirs(inputs[0]))
     return found
 
@@ -148,7 +132,7 @@ def bench_prefill(
     starts = torch.zeros(queries, dtype=torch.int32, device="cuda")
     ends = torch.full_like(starts, keys)
     ours = lambda: mqa.mqa_logits(q, k, k_scale, weights, starts, ends)  # noqa: E731
-    found = {"ours_us": graph_us(ours, 1)}
+    found = {"ours_us": graph_us(ours, 1, REPEATS)}
     if library is None:
         return found
     new = hasattr(library, "fp8_fp4_mqa_logits")
@@ -158,7 +142,7 @@ def bench_prefill(
         given = (q, None) if new else q
         return call(given, (k, k_scale), weights, starts, ends, clean_logits=False)
 
-    found["deep_gemm_us"] = graph_us(theirs, 1)
+    found["deep_gemm_us"] = graph_us(theirs, 1, REPEATS)
     found["difference"] = relative(ours(), theirs())
     return found
 

@@ -16,7 +16,6 @@ the extension of an unpacked vLLM 0.23.0 wheel and times FlashMLA on the same ro
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +24,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from graph_timing import graph_us
 
 OPS = Path(__file__).parents[1] / "patches/files/vllm/v1/attention/ops"
 sys.path.insert(0, str(OPS))
 
 import triton_sparse_mla as mla  # noqa: E402
+
+REPEATS = 30  # replays of a graph
 
 PAGE, TOPK = 64, 2048
 POOL_BLOCKS = 65_536  # 4.8 GB of 1152-byte rows
@@ -78,26 +80,6 @@ def gather(kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> No
         num_warps=4,
         num_stages=3,
     )
-
-
-def graph_us(run: Callable[[], object], calls: int, repeats: int = 30) -> float:
-    """Median microseconds of one call, from graphs of `calls` calls each."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for i in range(repeats + 3):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:  # clocks and caches settle
-            times.append(start.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times)
 
 
 class Rotation:
@@ -157,9 +139,11 @@ def measure(
     sums = torch.empty(tokens * TOPK, dtype=torch.float32, device="cuda")
     calls = 10 if decode else 1
     row = {
-        "read_us": graph_us(Rotation(lambda s: gather(pool, s, sums), slots), calls),
+        "read_us": graph_us(
+            Rotation(lambda s: gather(pool, s, sums), slots), calls, REPEATS
+        ),
         "ours_us": graph_us(
-            Rotation(lambda s: mla.sparse_mla(q, pool, s, SCALE), slots), calls
+            Rotation(lambda s: mla.sparse_mla(q, pool, s, SCALE), slots), calls, REPEATS
         ),
     }
     if with_flashmla:
@@ -175,7 +159,7 @@ def measure(
         theirs = flashmla(slots[0])[0][:, :heads].float()
         ours = mla.sparse_mla(q, pool, slots[0], SCALE)[0].float()
         row["difference"] = float((ours - theirs).norm() / theirs.norm())
-        row["flashmla_us"] = graph_us(Rotation(flashmla, slots), calls)
+        row["flashmla_us"] = graph_us(Rotation(flashmla, slots), calls, REPEATS)
     return row
 
 
