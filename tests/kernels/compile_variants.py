@@ -36,7 +36,7 @@ SHARED_LIMIT = {
     121: 101_376,
 }
 # One head and token count on each side of every decision of launch_config.
-SHAPES = ((8, 1), (8, 128), (32, 1), (64, 1))
+SHAPES = ((8, 1), (8, 128), (8, 129), (32, 1), (32, 33), (64, 1))
 # Powers of two between 2 and the most that any chip has room for.
 MERGES = (2, 32, 128)
 # Index heads, and tokens a request in decode, on each side of a decision there.
@@ -48,8 +48,6 @@ LAYOUTS = ("aligned", "odd", "wide")
 
 # Strides that are no multiple of 16 even there.
 ANY_STRIDE = (
-    "stride_lse_t",
-    "stride_lse_s",
     "stride_lens_b",
     "stride_lens_n",
     "stride_table_b",
@@ -113,30 +111,30 @@ def attention_variants(
         for shape in reversed(SHAPES)
     }
     for config, (heads, tokens) in shapes.items():
-        # Whole; split (float32 out) with several steps, and with one.
+        # Whole; split and merged in place; split as far as it goes.
         for splits in (1, 4, 2048 // config.block_n) if layout == "aligned" else (4,):
-            steps = 2048 // config.block_n // splits
             data = dict.fromkeys(("q_nope", "q_pe", "kv_cache"), f"*{dtype}")
             measured = compile_for(
                 mla._sparse_mla_kernel,
                 arch,
                 {
                     **data,
-                    "out": f"*{dtype}" if splits == 1 else "*fp32",
-                    "slots": "*i32",
-                    "lse": "*fp32",
+                    "out": f"*{dtype}",
+                    **dict.fromkeys(("lse", "part", "part_lse"), "*fp32"),
+                    **dict.fromkeys(("slots", "tickets"), "*i32"),
                     "scale_log2": "fp32",
                 },
                 {
                     "TOPK": 2000 if layout == "odd" else 2048,
-                    "KEYS": steps * config.block_n,
+                    "SPLITS": splits,
+                    "MERGE": 1 < splits <= launch.MERGED_BY_THE_LAST,
                     "PAGE": 64,
                     "PAGES_ADJOIN": layout == "aligned",
                     "LATENT": launch.LATENT_DIM,
                     "ROPE": launch.ROPE_DIM,
                     "BLOCK_H": config.block_h,
                     "BLOCK_N": config.block_n,
-                    "LATENT_DOWN": config.latent_down,
+                    "CHUNKS": launch.CHUNKS,
                     "INTERPRETED": False,
                 },
                 integer,
@@ -144,7 +142,6 @@ def attention_variants(
                 {
                     "num_warps": config.num_warps,
                     "num_stages": config.num_stages,
-                    "maxnreg": config.max_registers,
                 },
             )
             name = f"sm{arch}-sparse_mla-{dtype}-h{heads}-t{tokens}-s{splits}-{layout}"

@@ -11,11 +11,10 @@ from compare import MismatchError, check_lse, check_out
 from ops import triton_sparse_mla
 from ops.triton_sparse_launch import (
     LATENT_DIM,
-    chip,
     launch_config,
     num_splits,
-    workspace_size,
 )
+from ops.triton_sparse_merge import new_tickets
 from ops.triton_sparse_mla import sparse_mla
 
 ids = [case.name for case in CASES]
@@ -218,39 +217,67 @@ def test_shards_merged_by_their_lse_equal_the_whole(shards: int, device: str) ->
     check_lse("shards", lse, expected_lse)
 
 
-def test_a_workspace_is_used_and_checked(
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("heads", [8, 17, 64])
+def test_the_last_split_merges_where_it_has_tickets(
+    heads: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same result as the kernel that merges, and tickets for the next call."""
+    monkeypatch.setattr(triton_sparse_mla, "num_splits", lambda *_: splits)
+    inputs = Case("tickets", heads=heads, tokens=3, topk=150).build(device)
+    inputs.slots[1, :40] = -1
+    inputs.slots[2] = -1
+    expected_out, expected_lse = expect(inputs)
+    tickets = new_tickets(torch.device(device))
+    for call in ("first", "second"):
+        out, lse = run_with(tickets, inputs)
+        check_out(f"{call} call", out, expected_out)
+        check_lse(f"{call} call", lse, expected_lse)
+        assert not tickets.any()
+
+
+def run_with(
+    tickets: torch.Tensor, inputs: Inputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return sparse_mla(
+        inputs.q, inputs.kv_cache, inputs.slots, inputs.scale, tickets=tickets
+    )
+
+
+def test_a_used_ticket_is_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: were the tickets not used, a wrong one would change nothing."""
+    monkeypatch.setattr(triton_sparse_mla, "num_splits", lambda *_: 2)
+    inputs = Case("control", heads=8, tokens=2, topk=70).build(device)
+    tickets = new_tickets(torch.device(device))
+    tickets[0] = 1  # the first split of token 0 takes itself for the last
+    out, _ = run_with(tickets, inputs)
+    with pytest.raises(MismatchError):
+        check_out("control", out, expect(inputs)[0])
+
+
+def test_too_few_tickets_are_named(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse_mla, "num_splits", lambda *_: 2)
-    inputs = Case("workspace", heads=8, tokens=2, topk=70).build(device)
-    size = 2 * 2 * 8 * (LATENT_DIM + 1)
-    workspace = torch.full((size + 5,), torch.nan, device=device)
-    out, _ = sparse_mla(
-        inputs.q, inputs.kv_cache, inputs.slots, inputs.scale, workspace
-    )
-    check_out("workspace", out, expect(inputs)[0])
-    assert torch.isfinite(workspace[:size]).all()
-    assert torch.isnan(workspace[size:]).all()
-    with pytest.raises(ValueError, match=f"have at least {size} elements, found"):
-        sparse_mla(
-            inputs.q,
-            inputs.kv_cache,
-            inputs.slots,
-            inputs.scale,
-            workspace[: size - 1],
-        )
+    inputs = Case("tickets", heads=8, tokens=4).build(device)
+    with pytest.raises(
+        ValueError,
+        match=r"tickets must be .* at least 4, found .*, 3$",
+    ):
+        run_with(new_tickets(torch.device(device))[:3], inputs)
 
 
-def test_the_workspace_is_large_enough_for_all(device: str) -> None:
-    """Every number of tokens, on whatever chip this runs on."""
-    capability, num_sms = chip(torch.device(device))
-    for heads in (1, 16, 64, 128):
-        room = workspace_size(heads, 2048, torch.device(device))
-        for tokens in range(1, 600):
-            config = launch_config(capability, heads, tokens)
-            splits = num_splits(config, heads, tokens, 2048, num_sms)
-            if splits > 1:
-                assert tokens * splits * heads * (LATENT_DIM + 1) <= room
+def test_there_are_tickets_for_every_batch() -> None:
+    """Every number of tokens, heads and multiprocessors that is split."""
+    for capability in ((8, 0), (8, 6), (9, 0), (12, 0)):
+        for num_sms in (8, 84, 132, 188):
+            for heads in (1, 16, 17, 32, 64, 128):
+                for tokens in range(1, 600):
+                    config = launch_config(capability, heads, tokens)
+                    splits = num_splits(config, heads, tokens, 2048, num_sms)
+                    if splits > 1:
+                        blocks = -(-heads // config.block_h)
+                        assert tokens * blocks <= 2 * num_sms
 
 
 def test_no_tokens(device: str) -> None:

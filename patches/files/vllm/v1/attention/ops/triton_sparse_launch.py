@@ -28,6 +28,14 @@ INTERPRETED_SMS = 8
 LARGE_SHARED_MEMORY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 
 
+# Pieces in which a latent is loaded, multiplied and accumulated; even.
+CHUNKS = 4
+
+# Up to so many splits are merged by the last of them to end: beyond, one program has
+# too much to read, and a kernel of many programs is faster.
+MERGED_BY_THE_LAST = 4
+
+
 class LaunchConfig(NamedTuple):
     """How one program of the kernel is shaped."""
 
@@ -35,10 +43,8 @@ class LaunchConfig(NamedTuple):
     block_n: int  # cache rows of one step, a power of two, at least 16
     num_warps: int
     num_stages: int  # of loads in flight. The chain is slot, then row, and slots run
-    # ahead: in `mma.sync` shapes 5 gives the rows two buffers, 3 gives them one
-    latent_down: bool  # accumulate [LATENT, heads]: see the kernel
-    programs_per_sm: int  # that fit at a time; decides the number of splits
-    max_registers: int | None = None  # of a thread, where more programs must fit
+    # ahead: in `mma.sync` shapes 5 gives the rows two buffers, 2 gives them one
+    programs_per_sm: int  # that share a multiprocessor; decides the number of splits
 
 
 def launch_config(
@@ -46,25 +52,28 @@ def launch_config(
 ) -> LaunchConfig:
     """Pick the launch shape for a compute capability, heads and tokens.
 
-    Pure, so that tests can compile every answer without a GPU. Two limits
-    decide. The float32 accumulator of `block_h` x 512 lives in registers, and
-    so does, for 16 heads, the query. The buffers of `block_n` rows of 1152 bytes
-    and the query live in shared memory. docs/kernels.md has the measurements
-    (SM90) and the arguments (all others).
+    Two limits decide. The float32 accumulator of `block_h` x 512 lives in registers.
+    The buffers of `block_n` rows of 1152 bytes and the query live in shared memory.
+    Every warp reads the whole query from there once a step, so few warps with many
+    rows each are better than many with few.
     """
     if capability == (9, 0):
         if num_heads <= 16:
             if num_tokens <= 8:
-                return LaunchConfig(16, 32, 4, 3, False, 2)
-            return LaunchConfig(16, 64, 8, 2, True, 2)
+                return LaunchConfig(16, 32, 4, 5, 1)
+            if num_tokens <= 128:
+                return LaunchConfig(16, 64, 4, 5, 1)
+            return LaunchConfig(16, 32, 2, 2, 4)
         if num_heads <= 32:
-            return LaunchConfig(32, 32, 8, 3, False, 1)
-        return LaunchConfig(64, 64, 8, 2, False, 1)
+            if num_tokens <= 32:
+                return LaunchConfig(32, 32, 4, 5, 1)
+            return LaunchConfig(32, 64, 4, 2, 2)
+        return LaunchConfig(64, 64, 8, 2, 1)
     if num_heads <= 16:
-        return LaunchConfig(16, 32, 8, 5, False, 1)
+        return LaunchConfig(16, 32, 4, 5, 1)
     if capability in LARGE_SHARED_MEMORY:
-        return LaunchConfig(32, 32, 8, 5, False, 1)
-    return LaunchConfig(32, 16, 8, 5, False, 1)
+        return LaunchConfig(32, 32, 4, 5, 1)
+    return LaunchConfig(32, 16, 4, 5, 1)
 
 
 def num_splits(
@@ -90,18 +99,3 @@ def chip(device: torch.device) -> tuple[tuple[int, int], int]:
         properties = torch.cuda.get_device_properties(device)
         return (properties.major, properties.minor), properties.multi_processor_count
     return INTERPRETED_CAPABILITY, INTERPRETED_SMS
-
-
-def workspace_size(num_heads: int, topk: int, device: torch.device) -> int:
-    """Float32 elements that the splits of any number of tokens may need."""
-    capability, num_sms = chip(device)
-    rows = 0
-    tokens = 1
-    # Tokens times splits is largest where a class of tokens ends.
-    while True:
-        config = launch_config(capability, num_heads, tokens)
-        splits = num_splits(config, num_heads, tokens, topk, num_sms)
-        if splits == 1:
-            return rows * num_heads * (LATENT_DIM + 1)
-        rows = max(rows, tokens * splits)
-        tokens += 1

@@ -1,13 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adding up the results of a token whose keys were split over several programs."""
+"""Adding up the results of a token whose keys were split over several programs.
 
-import math
+Where r[s] and l[s] are the result and the LSE of split s,
+
+    out = sum_s r[s] * exp(l[s]) / sum_s exp(l[s]),   lse = log sum_s exp(l[s]),
+
+always in the order of the splits, whichever ended first: the same bits every time.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from .triton_sparse_launch import LATENT_DIM
+from .triton_sparse_launch import LATENT_DIM, chip
+
+
+@triton.jit
+def merge_splits(
+    p_part,  # [BLOCK_H, LATENT / CHUNKS], the first chunk of the first split
+    p_part_lse,  # [BLOCK_H], of the first split
+    num_heads,  # rows from one split to the next
+    p_out,  # [BLOCK_H, LATENT / CHUNKS], the first chunk
+    p_lse,  # [BLOCK_H]
+    m_h,  # [BLOCK_H]
+    SPLITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Merge the splits of some heads of one token; all pointers are float32 rows."""
+    CHUNK: tl.constexpr = p_part.shape[1]
+    b_lse = ()
+    b_max = tl.full([p_part.shape[0]], float("-inf"), dtype=tl.float32)
+    for s in tl.static_range(SPLITS):
+        # Past the first-level cache, which does not see what other programs wrote.
+        p_split = p_part_lse + s * num_heads
+        b_one = tl.load(p_split, mask=m_h, other=0.0, cache_modifier=".cg")
+        b_lse = b_lse + (b_one,)
+        b_max = tl.maximum(b_max, b_one)
+    b_ref = tl.where(b_max == float("-inf"), 0.0, b_max)
+    b_sum = tl.zeros([p_part.shape[0]], dtype=tl.float32)
+    for s in tl.static_range(SPLITS):
+        b_sum += tl.exp(b_lse[s] - b_ref)
+    # A split that holds the maximum has weight 1: the sum is 0 or at least 1.
+    b_div = tl.maximum(b_sum, 1.0)
+    for c in tl.static_range(CHUNKS):
+        b_out = tl.zeros(p_part.shape, dtype=tl.float32)
+        for s in tl.static_range(SPLITS):
+            p_split = p_part + s * num_heads * CHUNK * CHUNKS + c * CHUNK
+            b_one = tl.load(p_split, mask=m_h[:, None], other=0.0, cache_modifier=".cg")
+            b_out += b_one * (tl.exp(b_lse[s] - b_ref) / b_div)[:, None]
+        b_out = b_out.to(p_out.dtype.element_ty)
+        tl.store(p_out + c * CHUNK, b_out, mask=m_h[:, None])
+    tl.store(p_lse, b_ref + tl.log(b_sum), mask=m_h)
 
 
 @triton.jit(do_not_specialize=["num_heads"])
@@ -21,7 +64,7 @@ def _merge_kernel(
     LATENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out = sum_s part[s] * exp(lse[s]) / sum_s exp(lse[s]), for each head."""
+    """Merge some latents of one head of one token."""
     i_th = tl.program_id(0).to(tl.int64)
     i_d = tl.program_id(1)
     # [SPLITS], [BLOCK_D]
@@ -80,24 +123,36 @@ def merge_block(splits: int) -> int:
     return 128 if splits <= 16 else 64
 
 
-def split_room(
-    workspace: torch.Tensor | None, rows: tuple[int, int, int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the output and the LSE of every token, split and head."""
-    count = math.prod(rows)
-    if workspace is None:
-        workspace = torch.empty(
-            count * (LATENT_DIM + 1), dtype=torch.float32, device=device
-        )
-    elif (
-        workspace.dtype != torch.float32
-        or not workspace.is_contiguous()
-        or workspace.numel() < count * (LATENT_DIM + 1)
+def split_room(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the results and the LSEs of all splits, for `out` `[T, H, 512]`.
+
+    Both are float32 and begin with `[T, splits, H, 512]` and `[T, splits, H]`. In a
+    captured graph they come from the graph's own pool: a replay allocates nothing.
+    """
+    num_tokens, num_heads, _ = out.shape
+    count = num_tokens * splits * num_heads
+    flat = torch.empty(count * (LATENT_DIM + 1), dtype=torch.float32, device=out.device)
+    return flat, flat[count * LATENT_DIM :]
+
+
+def new_tickets(device: torch.device) -> torch.Tensor:
+    """Counters by which the splits of a token learn which of them is the last.
+
+    As many as a chip runs tokens whose splits are merged so, int32, all 0.
+    """
+    _, num_sms = chip(device)
+    return torch.zeros(2 * num_sms, dtype=torch.int32, device=device)
+
+
+def check_tickets(tickets: torch.Tensor, count: int, device: torch.device) -> None:
+    """Raise ValueError unless these are `count` counters on `device`, or more."""
+    if (
+        tickets.dtype != torch.int32
+        or tickets.device != device
+        or not tickets.is_contiguous()
+        or tickets.numel() < count
     ):
         raise ValueError(
-            f"workspace must be contiguous, torch.float32 and have at least "
-            f"{count * (LATENT_DIM + 1)} elements, found {workspace.dtype} and "
-            f"{workspace.numel()}"
+            f"tickets must be contiguous, torch.int32, on {device} and at least "
+            f"{count}, found {tickets.dtype} on {tickets.device}, {tickets.numel()}"
         )
-    flat = workspace.view(-1)
-    return flat, flat[count * LATENT_DIM :]

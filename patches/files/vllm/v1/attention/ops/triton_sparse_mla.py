@@ -11,8 +11,8 @@ value at once, followed by 64 rotary values, which are key only:
 All heads of a token read the same rows, so one program takes one token and a
 block of its heads, and each gathered row is used twice from shared memory. A
 batch of few tokens would leave most of the chip idle, so there the keys of a
-token are split over several programs, and a second kernel merges their results
-by their LSE.
+token are split over several programs, and their results are merged by their LSE:
+a few by the program that is last, many by a second kernel.
 
 Nothing here imports vLLM: the kernel is built for float16 and bfloat16, from
 SM80 on, and runs under TRITON_INTERPRET=1 on the CPU.
@@ -23,15 +23,17 @@ import triton
 import triton.language as tl
 
 from .triton_sparse_launch import (
+    CHUNKS,
     LATENT_DIM,
     MAX_HEADS,
+    MERGED_BY_THE_LAST,
     ROPE_DIM,
     ROW_DIM,
     chip,
     launch_config,
     num_splits,
 )
-from .triton_sparse_merge import merge, split_room
+from .triton_sparse_merge import check_tickets, merge, merge_splits, split_room
 
 
 @triton.jit
@@ -44,18 +46,20 @@ def _dot(b_a, b_b, b_acc, INTERPRETED: tl.constexpr):
     return tl.dot(b_a, b_b, b_acc)
 
 
-@triton.jit(do_not_specialize=["splits", "num_heads", "stride_lse_t", "stride_lse_s"])
+@triton.jit(do_not_specialize=["num_heads"])
 def _sparse_mla_kernel(
     q_nope,  # [T, H, LATENT]
     q_pe,  # [T, H, ROPE]
     kv_cache,  # [num_slots // PAGE, PAGE, LATENT + ROPE]
     slots,  # [T, TOPK] int32
-    out,  # [T, splits, H, LATENT]; float32 where `splits` > 1
-    lse,  # [T, splits, H] float32
+    out,  # [T, H, LATENT], contiguous
+    lse,  # [T, H] float32, contiguous
+    part,  # [T, splits, H, LATENT] float32, contiguous; unused where SPLITS is 1
+    part_lse,  # [T, splits, H] float32, contiguous; likewise
+    tickets,  # [T, head blocks] int32, zeros; unused unless MERGE
     scale_log2,  # softmax scale times log2(e)
     num_heads,
     num_slots,
-    splits,
     stride_qn_t,
     stride_qn_h,
     stride_qp_t,
@@ -63,41 +67,48 @@ def _sparse_mla_kernel(
     stride_kv_page,
     stride_kv_row,
     stride_slots_t,
-    stride_out_t,
-    stride_out_s,
-    stride_out_h,
-    stride_lse_t,
-    stride_lse_s,
     TOPK: tl.constexpr,
-    KEYS: tl.constexpr,  # of one split, a multiple of BLOCK_N
+    SPLITS: tl.constexpr,  # programs among which the keys of a token are divided
+    MERGE: tl.constexpr,  # whether the last of them also adds up the results
     PAGE: tl.constexpr,
     PAGES_ADJOIN: tl.constexpr,  # stride_kv_page == PAGE * stride_kv_row
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
+    CHUNKS: tl.constexpr,  # pieces of a latent, see below
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LATENT_DOWN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    # A latent is loaded, multiplied and accumulated in pieces. A thread then copies
+    # the same columns of few rows, instead of few columns of many, and computes an
+    # address for each of them; and the sums of the scores are two short chains
+    # instead of a long one.
+    CHUNK: tl.constexpr = LATENT // CHUNKS
+    # Of one split; a constant, so that the compiler knows how rows are aligned.
+    KEYS: tl.constexpr = (TOPK + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
     # Head blocks of one token are neighbours in the grid: they read the same
     # rows, and the second one finds them in L2.
     num_head_blocks = tl.cdiv(num_heads, BLOCK_H)
     i_h = tl.program_id(0) % num_head_blocks
     i_ts = tl.program_id(0) // num_head_blocks
-    i_s = i_ts % splits
+    i_s = i_ts % SPLITS
     # 64-bit, because token * stride and page * stride pass 2**31 elements.
-    i_t = (i_ts // splits).to(tl.int64)
+    i_t = (i_ts // SPLITS).to(tl.int64)
 
-    # [BLOCK_H], [LATENT], [ROPE], [BLOCK_N]
+    # [BLOCK_H], [CHUNK], [ROPE], [BLOCK_N]
     o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
-    o_latent = tl.arange(0, LATENT)
+    o_chunk = tl.arange(0, CHUNK)
     o_rope = tl.arange(0, ROPE)
     o_n = tl.arange(0, BLOCK_N)
     m_h = o_h < num_heads
 
-    # [BLOCK_H, LATENT]
-    p_qn = q_nope + i_t * stride_qn_t + o_h[:, None] * stride_qn_h + o_latent[None, :]
-    b_qn = tl.load(p_qn, mask=m_h[:, None], other=0.0)
+    # [BLOCK_H, CHUNK] each
+    p_qn = q_nope + i_t * stride_qn_t + o_h[:, None] * stride_qn_h + o_chunk[None, :]
+    b_qn = ()
+    b_acc = ()
+    for c in tl.static_range(CHUNKS):
+        b_qn = b_qn + (tl.load(p_qn + c * CHUNK, mask=m_h[:, None], other=0.0),)
+        b_acc = b_acc + (tl.zeros([BLOCK_H, CHUNK], dtype=tl.float32),)
     # [BLOCK_H, ROPE]
     p_qp = q_pe + i_t * stride_qp_t + o_h[:, None] * stride_qp_h + o_rope[None, :]
     b_qp = tl.load(p_qp, mask=m_h[:, None], other=0.0)
@@ -105,23 +116,16 @@ def _sparse_mla_kernel(
     p_slots = slots + i_t * stride_slots_t
     # Column first, then row: the compiler then adds one product to one address
     # for each row, instead of building every address from the start.
-    # [1, LATENT], [1, ROPE]
-    p_column = kv_cache + o_latent[None, :]
+    # [1, CHUNK], [1, ROPE]
+    p_column = kv_cache + o_chunk[None, :]
     p_rope_column = kv_cache + LATENT + o_rope[None, :]
     row_stride = stride_kv_row.to(tl.int64)
     end_of_slots = num_slots.to(tl.uint32)
 
     # Running maximum of the scores in log2 units, running sum of the weights,
-    # and the weighted sum of the latents, all relative to that maximum.
+    # and in b_acc the weighted sum of the latents, all relative to that maximum.
     b_max = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_H], dtype=tl.float32)
-    # With LATENT_DOWN the 512 latents are the rows of the second product, which
-    # Hopper's wgmma wants in 64s: 16 heads as its columns waste nothing, where
-    # 16 heads as its rows would fall back to the older, slower instruction.
-    if LATENT_DOWN:
-        b_acc = tl.zeros([LATENT, BLOCK_H], dtype=tl.float32)
-    else:
-        b_acc = tl.zeros([BLOCK_H, LATENT], dtype=tl.float32)
 
     first = i_s * KEYS
     for i_n in range(0, KEYS, BLOCK_N):
@@ -139,15 +143,22 @@ def _sparse_mla_kernel(
 
         # A row that is not a key is never read: an unused row may hold NaN, and
         # 0 * NaN in the second product would poison the whole token.
-        # [BLOCK_N, LATENT], [BLOCK_N, ROPE]
-        b_latent = tl.load(p_column + o_row[:, None], mask=m_n[:, None], other=0.0)
+        # [BLOCK_N, CHUNK] each, [BLOCK_N, ROPE]
+        p_row = p_column + o_row[:, None]
+        b_latent = ()
+        for c in tl.static_range(CHUNKS):
+            b_chunk = tl.load(p_row + c * CHUNK, mask=m_n[:, None], other=0.0)
+            b_latent = b_latent + (b_chunk,)
         b_rope = tl.load(p_rope_column + o_row[:, None], mask=m_n[:, None], other=0.0)
 
         # [BLOCK_H, BLOCK_N], accumulated in float32: float16 keys of 6e4 give
         # scores of 1e12, far outside float16 and well inside float32.
-        b_s = tl.zeros([BLOCK_H, BLOCK_N], dtype=tl.float32)
-        b_s = _dot(b_qn, tl.trans(b_latent), b_s, INTERPRETED)
-        b_s = _dot(b_qp, tl.trans(b_rope), b_s, INTERPRETED)
+        b_even = tl.zeros([BLOCK_H, BLOCK_N], dtype=tl.float32)
+        b_odd = tl.zeros([BLOCK_H, BLOCK_N], dtype=tl.float32)
+        for c in tl.static_range(0, CHUNKS, 2):
+            b_even = _dot(b_qn[c], tl.trans(b_latent[c]), b_even, INTERPRETED)
+            b_odd = _dot(b_qn[c + 1], tl.trans(b_latent[c + 1]), b_odd, INTERPRETED)
+        b_s = _dot(b_qp, tl.trans(b_rope), b_even, INTERPRETED) + b_odd
         b_s = tl.where(m_n[None, :], b_s * scale_log2, float("-inf"))
 
         b_new_max = tl.maximum(b_max, tl.max(b_s, axis=1))
@@ -159,31 +170,51 @@ def _sparse_mla_kernel(
 
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
         # The weights are at most 1, so 16 bits hold them in either dtype.
-        b_p = b_p.to(b_latent.dtype)
-        if LATENT_DOWN:
-            b_acc = b_acc * b_shrink[None, :]
-            b_acc = _dot(tl.trans(b_latent), tl.trans(b_p), b_acc, INTERPRETED)
-        else:
-            b_acc = b_acc * b_shrink[:, None]
-            b_acc = _dot(b_p, b_latent, b_acc, INTERPRETED)
+        b_p = b_p.to(b_rope.dtype)
+        b_longer = ()
+        for c in tl.static_range(CHUNKS):
+            b_chunk = b_acc[c] * b_shrink[:, None]
+            b_longer = b_longer + (_dot(b_p, b_latent[c], b_chunk, INTERPRETED),)
+        b_acc = b_longer
         b_max = b_new_max
 
     # A token without any key has sum 0 and accumulator 0: output 0, LSE -inf.
     m_any = b_sum > 0.0
     b_div = tl.where(m_any, b_sum, 1.0)
-    if LATENT_DOWN:
-        b_acc = tl.trans(b_acc)
-    b_out = b_acc / b_div[:, None]
     LN2: tl.constexpr = 0.6931471805599453
     b_lse = tl.where(m_any, (b_max + tl.log2(b_div)) * LN2, float("-inf"))
 
-    # [BLOCK_H, LATENT]
-    p_out = out + i_t * stride_out_t + i_s * stride_out_s
-    p_out = p_out + o_h[:, None] * stride_out_h + o_latent[None, :]
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_h[:, None])
-    # [BLOCK_H]
-    p_lse = lse + i_t * stride_lse_t + i_s * stride_lse_s + o_h
+    # [BLOCK_H, CHUNK], [BLOCK_H]
+    o_row = i_t * num_heads + o_h
+    o_part = (i_t * SPLITS + i_s) * num_heads + o_h
+    if SPLITS == 1:
+        p_out = out + o_row[:, None] * LATENT + o_chunk[None, :]
+        p_lse = lse + o_row
+    else:
+        p_out = part + o_part[:, None] * LATENT + o_chunk[None, :]
+        p_lse = part_lse + o_part
+    for c in tl.static_range(CHUNKS):
+        b_out = (b_acc[c] / b_div[:, None]).to(p_out.dtype.element_ty)
+        tl.store(p_out + c * CHUNK, b_out, mask=m_h[:, None])
     tl.store(p_lse, b_lse, mask=m_h)
+
+    if MERGE:
+        # Every thread's results must be out before the ticket says so.
+        tl.debug_barrier()
+        p_ticket = tickets + i_t * num_head_blocks + i_h
+        if tl.atomic_add(p_ticket, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(p_ticket, 0)  # for the next call
+            o_first = i_t * SPLITS * num_heads + o_h
+            merge_splits(
+                part + o_first[:, None] * LATENT + o_chunk[None, :],
+                part_lse + o_first,
+                num_heads,
+                out + o_row[:, None] * LATENT + o_chunk[None, :],
+                lse + o_row,
+                m_h,
+                SPLITS,
+                CHUNKS,
+            )
 
 
 def sparse_mla(
@@ -191,7 +222,7 @@ def sparse_mla(
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
     scale: float,
-    workspace: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from every query token to its own list of cache rows.
 
@@ -206,8 +237,9 @@ def sparse_mla(
             below 0, or beyond the cache, marks a place without a key; such
             places may stand anywhere and fill a whole row.
         scale: factor on the scores before the softmax.
-        workspace: float32, contiguous, at least `workspace_size` elements, for the
-            results of splits; allocated when it is needed and not given.
+        tickets: `new_tickets(device)`, with which a few splits are merged without
+            a kernel of their own. The call leaves it as it found it. Calls that
+            may run at the same time must not share it.
 
     Returns:
         `out` `[T, H, 512]` in the dtype of `q`, and `lse` `[T, H]` float32, the
@@ -236,25 +268,27 @@ def sparse_mla(
     capability, num_sms = chip(q_nope.device)
     config = launch_config(capability, num_heads, num_tokens)
     splits = num_splits(config, num_heads, num_tokens, topk, num_sms)
+    head_blocks = triton.cdiv(num_heads, config.block_h)
     part, part_lse = out, lse
     if splits > 1:
-        part, part_lse = split_room(
-            workspace, (num_tokens, splits, num_heads), q_nope.device
-        )
+        part, part_lse = split_room(out, splits)
+    merge_here = tickets is not None and 1 < splits <= MERGED_BY_THE_LAST
+    if merge_here:
+        check_tickets(tickets, num_tokens * head_blocks, q_nope.device)
 
-    steps = triton.cdiv(triton.cdiv(topk, config.block_n), splits)
-    grid = (num_tokens * splits * triton.cdiv(num_heads, config.block_h),)
-    _sparse_mla_kernel[grid](
+    _sparse_mla_kernel[(num_tokens * splits * head_blocks,)](
         q_nope,
         q_pe,
         kv_cache,
         slots,
+        out,
+        lse,
         part,
         part_lse,
+        tickets if merge_here else slots,
         scale * 1.4426950408889634,
         num_heads,
         num_blocks * page,
-        splits,
         q_nope.stride(0),
         q_nope.stride(1),
         q_pe.stride(0),
@@ -262,26 +296,21 @@ def sparse_mla(
         kv_cache.stride(0),
         kv_cache.stride(1),
         slots.stride(0),
-        splits * num_heads * LATENT_DIM,
-        num_heads * LATENT_DIM,
-        LATENT_DIM,
-        splits * num_heads,
-        num_heads,
         TOPK=topk,  # one value a model
-        KEYS=steps * config.block_n,
+        SPLITS=splits,
+        MERGE=merge_here,
         PAGE=page,
         PAGES_ADJOIN=kv_cache.stride(0) == page * kv_cache.stride(1),
         LATENT=LATENT_DIM,
         ROPE=ROPE_DIM,
+        CHUNKS=CHUNKS,
         BLOCK_H=config.block_h,
         BLOCK_N=config.block_n,
-        LATENT_DOWN=config.latent_down,
         INTERPRETED=not isinstance(_sparse_mla_kernel, triton.JITFunction),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        maxnreg=config.max_registers,
     )
-    if splits > 1:
+    if splits > 1 and not merge_here:
         merge(part, part_lse, out, lse, splits)
     return out, lse
 

@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
 )
 from vllm.v1.attention.ops.triton_sparse_launch import LATENT_DIM, ROW_DIM
+from vllm.v1.attention.ops.triton_sparse_merge import new_tickets
 from vllm.v1.attention.ops.triton_sparse_mla import sparse_mla
 from vllm.v1.attention.ops.triton_sparse_slots import slots_from_positions
 
@@ -121,6 +122,7 @@ class TritonMLASparseMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor  # [num_actual_tokens] int64
     block_table: torch.Tensor  # [num_reqs, max_blocks] int32
     req_of_token: torch.Tensor  # [num_actual_tokens] int32
+    tickets: torch.Tensor  # for the kernel, of this builder's batches alone
     topk_tokens: int
 
     # From 0.26.0 the layer splits a batch by these. All tokens count as decode
@@ -152,6 +154,8 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[TritonMLASparseMet
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._token_ids = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self._req_of_token = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        # Two batches that run at the same time have a builder each.
+        self._tickets = new_tickets(device)
 
     def build(
         self,
@@ -188,6 +192,7 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[TritonMLASparseMet
             slot_mapping=cm.slot_mapping,
             block_table=cm.block_table_tensor,
             req_of_token=req_of_token,
+            tickets=self._tickets,
             topk_tokens=self.topk_tokens,
             num_decodes=cm.num_reqs,
             num_decode_tokens=num_tokens,
@@ -290,7 +295,9 @@ class TritonMLASparseImpl(_ImplBase[TritonMLASparseMetadata]):
             attn_metadata.req_of_token[:num_tokens],
             page=kv_c_and_k_pe_cache.shape[1],
         )
-        return sparse_mla(q, kv_c_and_k_pe_cache, slots, self.scale)
+        return sparse_mla(
+            q, kv_c_and_k_pe_cache, slots, self.scale, attn_metadata.tickets
+        )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
