@@ -90,9 +90,9 @@ def _decode(b_pairs, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _exponent(b_x):
-    """floor(log2(x)) of float32 numbers >= 0; -40 for all below 2**-40."""
-    return (tl.maximum(b_x, 2.0**-40).to(tl.int32, bitcast=True) >> 23) - 127
+def _exponent(b_x, SMALLEST: tl.constexpr):
+    """floor(log2(x)) of float32 numbers >= 0, and `SMALLEST` at least."""
+    return tl.maximum((b_x.to(tl.int32, bitcast=True) >> 23) - 127, SMALLEST)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _sparse_mla_fp8_kernel(
     # The query meets the latents in float16, whatever the model's dtype: divided by
     # the power of two that brings each head's largest value to 2**14 or more, it
     # loses nothing that is not 2**-29 times smaller than that.
-    b_q_exponent = _exponent(b_top) - 14
+    b_q_exponent = _exponent(b_top, -100) - 14
     # A cache word holds two neighbouring latents. The first and the second of each
     # pair are products of their own, so nothing is ever moved between threads.
     # GROUPS of [BLOCK_H, GROUP // 2]
@@ -240,10 +240,11 @@ def _sparse_mla_fp8_kernel(
         # A weight times a scale may be far too small or too large for float16. So the
         # running maximum is that of weight times 2**e, with e the exponent of the
         # row's largest scale: what is rounded to 16 bits is at most 2, and what is
-        # lost is small beside the output, not beside a weight.
+        # lost is small beside the output, not beside a weight. A row of zeros has a
+        # scale of 2**-126 or 0: no need to take that literally.
         b_largest = tl.maximum(b_scale_0, b_scale_1)
         b_largest = tl.maximum(b_largest, tl.maximum(b_scale_2, b_scale_3))
-        b_exponent = _exponent(b_largest)
+        b_exponent = _exponent(b_largest, -40)
         b_unscaled = _two_to(-b_exponent)
         b_s = b_s * scale_log2 + b_exponent.to(tl.float32)[None, :]
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
