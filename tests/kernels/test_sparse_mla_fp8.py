@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel for fp8_ds_mla rows against its definition, and the test against itself."""
+"""The kernel for fp8_ds_mla rows against its definition; the test against itself."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,9 +32,7 @@ def expect(
     read: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = reference.decode_fp8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = read(inputs.kv_cache.cpu(), inputs.q.dtype)
-    return reference.sparse_mla(
-        inputs.q.cpu(), rows, inputs.slots.cpu(), inputs.scale
-    )
+    return reference.sparse_mla(inputs.q.cpu(), rows, inputs.slots.cpu(), inputs.scale)
 
 
 def check(name: str, inputs: Inputs) -> None:
@@ -71,7 +69,9 @@ def test_every_byte_is_decoded_exactly(dtype: torch.dtype, device: str) -> None:
     out, _ = sparse_mla_fp8(q.to(device), row.to(device), slots.to(device), 1.0)
     # NaN is not told apart: see the operator's contract.
     numbers = reference.decode_e4m3(row[..., :512])
-    expected = numbers.where(~numbers.isnan(), 480.0 * (1 - 2.0 * (row[..., :512] >> 7)))
+    expected = numbers.where(
+        ~numbers.isnan(), 480.0 * (1 - 2.0 * (row[..., :512] >> 7))
+    )
     assert torch.equal(out.cpu().double(), expected.expand(1, 16, 512))
 
 

@@ -159,7 +159,7 @@ def _sparse_mla_fp8_kernel(
         b_part = tl.load(p_qn + g * GROUP, mask=m_h[:, None], other=0.0)
         b_part = b_part.to(tl.float32)
         b_top = tl.maximum(b_top, tl.max(tl.abs(b_part), axis=1))
-        b_qn = b_qn + (b_part,)
+        b_qn += (b_part,)
     # The query meets the latents in float16, whatever the model's dtype: divided by
     # the power of two that brings each head's largest value to 2**14 or more, it
     # loses nothing that is not 2**-29 times smaller than that.
@@ -172,11 +172,11 @@ def _sparse_mla_fp8_kernel(
         b_part = (b_qn[g] * _two_to(-b_q_exponent)[:, None]).to(tl.float16)
         b_part = tl.reshape(b_part, [BLOCK_H, GROUP // 2, 2])
         b_part_first, b_part_second = tl.split(b_part)
-        b_q_first = b_q_first + (b_part_first,)
-        b_q_second = b_q_second + (b_part_second,)
+        b_q_first += (b_part_first,)
+        b_q_second += (b_part_second,)
         b_zero = tl.zeros([BLOCK_H, GROUP // 2], dtype=tl.float32)
-        b_acc_first = b_acc_first + (b_zero,)
-        b_acc_second = b_acc_second + (b_zero,)
+        b_acc_first += (b_zero,)
+        b_acc_second += (b_zero,)
     b_q_unit = _two_to(b_q_exponent) * DECODED
 
     p_slots = slots + i_t * stride_slots_t
@@ -226,7 +226,7 @@ def _sparse_mla_fp8_kernel(
             # [BLOCK_N, GROUP // 2]
             p_pairs = p_pair_column + g * (GROUP // 2) + o_half
             b_group = tl.load(p_pairs, mask=m_n[:, None], other=0)
-            b_pairs = b_pairs + (b_group,)
+            b_pairs += (b_group,)
             b_first, b_second = _decode(b_group, INTERPRETED)
             b_dot = tl.dot(b_q_first[g], tl.trans(b_first))
             b_dot = tl.dot(b_q_second[g], tl.trans(b_second), b_dot)
@@ -261,15 +261,15 @@ def _sparse_mla_fp8_kernel(
         b_weights = ()
         for g in tl.static_range(GROUPS):
             b_factor = b_scale[g] * b_unscaled
-            b_weights = b_weights + ((b_p * b_factor[None, :]).to(tl.float16),)
+            b_weights += ((b_p * b_factor[None, :]).to(tl.float16),)
         b_old_first, b_old_second = b_acc_first, b_acc_second
         b_acc_first, b_acc_second = (), ()
         for g in tl.static_range(GROUPS):
             b_first, b_second = _decode(b_pairs[g], INTERPRETED)
             b_old = b_old_first[g] * b_shrink[:, None]
-            b_acc_first = b_acc_first + (tl.dot(b_weights[g], b_first, b_old),)
+            b_acc_first += (tl.dot(b_weights[g], b_first, b_old),)
             b_old = b_old_second[g] * b_shrink[:, None]
-            b_acc_second = b_acc_second + (tl.dot(b_weights[g], b_second, b_old),)
+            b_acc_second += (tl.dot(b_weights[g], b_second, b_old),)
 
     b_total = tl.sum(b_sum, axis=1)
     m_any = b_total > 0.0
@@ -310,8 +310,8 @@ def sparse_mla_fp8(
             places may stand anywhere and fill a whole row.
         scale: factor on the scores before the softmax.
         workspace: float32, contiguous, at least
-            `workspace_size(..., config_of=launch_config_fp8)` elements, for the results of
-            splits; allocated when it is needed and not given.
+            `workspace_size(..., config_of=launch_config_fp8)` elements, for the
+            results of splits; allocated when it is needed and not given.
 
     Returns:
         `out` `[T, H, 512]` in the dtype of `q`, and `lse` `[T, H]` float32, the
