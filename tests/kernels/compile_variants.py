@@ -114,7 +114,7 @@ class Attention(NamedTuple):
     kernel: triton.JITFunction
     config_of: Callable[[tuple[int, int], int, int], launch.LaunchConfig]
     rows: str | None  # the type of the cache, where it is not that of the query
-    constants: Callable[[launch.LaunchConfig], dict[str, int]]
+    constants: Callable[[int, launch.LaunchConfig], dict[str, int]]
 
 
 ATTENTION = {
@@ -122,7 +122,7 @@ ATTENTION = {
         mla._sparse_mla_kernel,
         launch.launch_config,
         None,
-        lambda config: {
+        lambda arch, config: {
             "LATENT": launch.LATENT_DIM,
             "ROPE": launch.ROPE_DIM,
             "LATENT_DOWN": config.latent_down,
@@ -132,7 +132,7 @@ ATTENTION = {
         mla_fp8._sparse_mla_fp8_kernel,
         launch.launch_config_fp8,
         "*u8",
-        lambda config: {},
+        lambda arch, config: {"NATIVE": launch.converts_e4m3(divmod(arch, 10))},
     ),
 }
 
@@ -167,7 +167,7 @@ def attention_variants(
                     "BLOCK_H": config.block_h,
                     "BLOCK_N": config.block_n,
                     "INTERPRETED": False,
-                    **constants_of(config),
+                    **constants_of(arch, config),
                 },
                 integer,
                 aligned,

@@ -4,8 +4,9 @@
 GLM5_PATCH_RELEASE chooses the release, 0.16.0 unless set; test_backend_releases.py
 runs this file for each. The interpreter needs what
 tests/releases/requirements-select.txt lists. What is not real here: the
-configuration, of which the builder reads four values, and the indexer, whose
-picks are drawn. The layer around the backend and the write of the cache do not run.
+configuration, of which the builder reads a few values, and the indexer, whose
+picks are drawn. The layer around the backend does not run, nor does vLLM's write of
+the cache.
 """
 
 import importlib
@@ -42,20 +43,34 @@ def vllm_backend(release_tree: Callable[[str], Path]) -> ModuleType:
     return importlib.import_module("vllm.v1.attention.backends.mla.triton_mla_sparse")
 
 
-@pytest.fixture
-def builder(vllm_backend: ModuleType, device: str) -> Any:
+def make_builder(
+    vllm_backend: ModuleType,
+    device: str,
+    dtype: torch.dtype = torch.float16,
+    kv: str = "auto",
+    fused_write: bool = False,
+) -> Any:
     config = SimpleNamespace(
         speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
         model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(index_topk=TOPK),
+            hf_text_config=SimpleNamespace(index_topk=TOPK), dtype=dtype
+        ),
+        cache_config=SimpleNamespace(cache_dtype=kv),
+        compilation_config=SimpleNamespace(
+            pass_config=SimpleNamespace(fuse_rope_kvcache_cat_mla=fused_write)
         ),
     )
     backend = vllm_backend.TritonMLASparseBackend
     return backend.get_builder_cls()(
         SimpleNamespace(block_size=PAGE), ["layer"], config, torch.device(device)
     )
+
+
+@pytest.fixture
+def builder(vllm_backend: ModuleType, device: str) -> Any:
+    return make_builder(vllm_backend, device)
 
 
 def make_impl(vllm_backend: ModuleType, **changes: Any) -> Any:
@@ -301,11 +316,67 @@ def test_another_quantised_cache_is_refused_in_a_sentence(
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_fp8_ds_mla_is_served_in_either_dtype(
-    dtype: torch.dtype, vllm_backend: ModuleType
+# Up to 0.16.0 the layer writes the cache itself.
+WRITES_CACHE = RELEASE != "0.16.0"
+
+
+def test_fp8_ds_mla_is_served_wherever_it_is_written_right(
+    vllm_backend: ModuleType,
 ) -> None:
-    assert not reasons(vllm_backend, kv_cache_dtype="fp8_ds_mla", dtype=dtype)
+    assert vllm_backend.WRITES_CACHE == WRITES_CACHE
+    assert not reasons(vllm_backend, kv_cache_dtype="fp8_ds_mla", dtype=torch.bfloat16)
+    refusal = (
+        "vLLM's own operator writes fp8_ds_mla wrongly from float16, and this release "
+        "lets no backend write its cache: pass --dtype bfloat16, or --kv-cache-dtype "
+        "bfloat16, which stands for any 16-bit cache"
+    )
+    in_float16 = reasons(vllm_backend, kv_cache_dtype="fp8_ds_mla")
+    assert in_float16 == ([] if WRITES_CACHE else [refusal])
+
+
+def test_float16_rows_are_ours_and_all_others_vllms(
+    vllm_backend: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_by_vllm = []
+    monkeypatch.setattr(
+        vllm_backend._ImplBase,
+        "do_kv_cache_update",
+        lambda _, *args, **kwargs: written_by_vllm.append((args, kwargs)),
+        raising=WRITES_CACHE,
+    )
+    impl = make_impl(vllm_backend, topk_indices_buffer=torch.zeros(1))
+    rows = torch.randn(3, ROW_DIM, generator=torch.Generator().manual_seed(3)).half()
+    slots = torch.tensor([[70, -1, 3]], device=device)
+    scale = torch.ones(())
+
+    def update(dtype: torch.dtype, cache: torch.Tensor, kv: str) -> None:
+        parts = rows.to(dtype).to(device).split([512, 64], dim=1)
+        impl.do_kv_cache_update(parts[0], parts[1][:, None], cache, slots, kv, scale)
+
+    cache = torch.zeros(2, PAGE, 656, dtype=torch.uint8, device=device)
+    update(torch.float16, cache, "fp8_ds_mla")
+    expected = torch.zeros_like(cache).cpu()
+    encoded = reference.encode_fp8(rows, torch.float16)
+    expected[1, 6], expected[0, 3] = encoded[0], encoded[2]
+    assert torch.equal(cache.cpu(), expected)
+    update(torch.float16, cache[:0], "fp8_ds_mla")  # the profile run
+    assert not written_by_vllm
+
+    update(torch.bfloat16, cache, "fp8_ds_mla")
+    update(torch.float16, cache, "auto")
+    assert torch.equal(cache.cpu(), expected)
+    assert [args[4] for args, _ in written_by_vllm] == ["fp8_ds_mla", "auto"]
+    assert all(args[2] is cache and args[5] is scale for args, _ in written_by_vllm)
+
+
+def test_a_fused_write_of_float16_rows_is_refused(
+    vllm_backend: ModuleType, device: str
+) -> None:
+    refused = {"kv": "fp8_ds_mla", "dtype": torch.float16, "fused_write": True}
+    with pytest.raises(ValueError, match="the pass fuse_rope_kvcache_cat_mla writes"):
+        make_builder(vllm_backend, device, **refused)
+    for change in ({"kv": "auto"}, {"dtype": torch.bfloat16}, {"fused_write": False}):
+        make_builder(vllm_backend, device, **(refused | change))
 
 
 @pytest.mark.parametrize(("kv", "row"), [("auto", 576), ("fp8_ds_mla", 656)])

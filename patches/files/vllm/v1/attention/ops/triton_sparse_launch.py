@@ -77,10 +77,16 @@ def launch_config_fp8(
     decoded in registers, so `latent_down` is never asked for.
     """
     if num_heads > 16:
-        return LaunchConfig(32, 32, 8, 3, False, 1)
+        block_n = 64 if capability == (9, 0) else 32
+        return LaunchConfig(32, block_n, 8, 3, False, 1)
     if capability in LARGE_SHARED_MEMORY:
         return LaunchConfig(16, 32, 4, 5, False, 2)
     return LaunchConfig(16, 32, 4, 3, False, 2)
+
+
+def converts_e4m3(capability: tuple[int, int]) -> bool:
+    """Whether the chip has an instruction from e4m3 to float16."""
+    return capability >= (8, 9)
 
 
 def num_splits(

@@ -7,10 +7,11 @@ The operator is that of triton_sparse_mla; a row of the cache is 656 bytes:
     byte 512   4 scales, float32, one a group: latent = e4m3 * scale
     byte 528   64 rotary values in 16 bits, the model's own dtype
 
-No float8 type is used, so one kernel serves every chip from SM80 on. A latent is
-decoded where it is multiplied, in the registers of the tensor-core operand, and
-exactly: e4m3 fits into float16 with room to spare. What is not exact, the scale,
-stays in float32 and goes to the scores, and to the weights of the second product.
+A latent is decoded where it is multiplied, in the registers of the tensor-core
+operand, and exactly: e4m3 fits into float16 with room to spare. What is not exact,
+the scale, stays in float32 and goes to the scores, and to the weights of the second
+product. Chips from SM89 on convert in one instruction; for the others the bits are
+moved, so that nothing here needs a float8 type.
 
 Nothing here imports vLLM, and it runs under TRITON_INTERPRET=1 on the CPU.
 """
@@ -23,6 +24,7 @@ from .triton_sparse_arguments import check_arguments, split_query
 from .triton_sparse_launch import (
     LATENT_DIM,
     chip,
+    converts_e4m3,
     launch_config_fp8,
     num_splits,
 )
@@ -38,18 +40,18 @@ ROPE = tl.constexpr(64)
 # Where a row's parts begin, in elements of their own type.
 SCALES_AT = tl.constexpr(512 // 4)
 ROPE_AT = tl.constexpr(528 // 2)
-# Decoded latents are this much too small: the exponent bias of float16 is 15, that
-# of e4m3 is 7, and moving the bits leaves the exponent as it was.
-DECODED = tl.constexpr(2.0**8)
+# What moving the bits of e4m3 into float16 leaves to multiply by: the exponent bias of
+# float16 is 15, that of e4m3 is 7, and the exponent itself is left as it was.
+MOVED = tl.constexpr(2.0**8)
 
 
 @triton.jit
-def _decode(b_pairs, INTERPRETED: tl.constexpr):
-    """Give the first and the second of each pair of e4m3 bytes, as float16 / 2**8.
+def _decode(b_pairs, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Give the first and the second of each pair of e4m3 bytes, in float16.
 
-    Sign to bit 15, exponent and mantissa to bits 7 to 13; subnormals included.
-    NaN (0x7f, 0xff) reads as 480. Each instruction treats two pairs at a time,
-    which the compiler does not find by itself.
+    Where `NATIVE` is false they are divided by `MOVED`, and NaN (0x7f, 0xff) reads
+    as 480. Each instruction treats two pairs at a time, which the compiler does not
+    find by itself.
     """
     if INTERPRETED:
         b_pairs = b_pairs.to(tl.uint16, bitcast=True)
@@ -57,32 +59,40 @@ def _decode(b_pairs, INTERPRETED: tl.constexpr):
         b_second = (b_pairs & 0x8000) | ((b_pairs >> 1) & 0x3F80)
         b_first = b_first.to(tl.float16, bitcast=True)
         b_second = b_second.to(tl.float16, bitcast=True)
-    else:
-        # 0xEA: (first & second) | third.
-        b_first = tl.inline_asm_elementwise(
+    elif NATIVE:
+        # The first bytes of both pairs to the lower half, the second ones to the upper.
+        b_first, b_second = tl.inline_asm_elementwise(
             """{
-            .reg .b32 sign, rest;
-            shl.b32 sign, $1, 8;
-            shl.b32 rest, $1, 7;
-            and.b32 rest, rest, 0x3F803F80;
-            lop3.b32 $0, sign, 0x80008000, rest, 0xEA;
+            .reg .b32 sorted;
+            .reg .b16 firsts, seconds;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {firsts, seconds}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, firsts;
+            cvt.rn.f16x2.e4m3x2 $1, seconds;
             }""",
-            "=r,r",
+            "=r,=r,r",
             [b_pairs],
-            dtype=tl.float16,
+            dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
-        b_second = tl.inline_asm_elementwise(
+    else:
+        # Sign to bit 15, exponent and mantissa to bits 7 to 13; this holds for
+        # subnormals too. 0xEA: (first & second) | third.
+        b_first, b_second = tl.inline_asm_elementwise(
             """{
-            .reg .b32 rest;
-            shr.u32 rest, $1, 1;
+            .reg .b32 sign, rest;
+            shl.b32 sign, $2, 8;
+            shl.b32 rest, $2, 7;
             and.b32 rest, rest, 0x3F803F80;
-            lop3.b32 $0, $1, 0x80008000, rest, 0xEA;
+            lop3.b32 $0, sign, 0x80008000, rest, 0xEA;
+            shr.u32 rest, $2, 1;
+            and.b32 rest, rest, 0x3F803F80;
+            lop3.b32 $1, $2, 0x80008000, rest, 0xEA;
             }""",
-            "=r,r",
+            "=&r,=r,r",
             [b_pairs],
-            dtype=tl.float16,
+            dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
@@ -101,7 +111,15 @@ def _two_to(b_exponent):
     return ((b_exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["splits", "num_heads", "stride_lse_t", "stride_lse_s"])
+@triton.jit(
+    do_not_specialize=[
+        "splits",
+        "num_heads",
+        "num_slots",
+        "stride_lse_t",
+        "stride_lse_s",
+    ]
+)
 def _sparse_mla_fp8_kernel(
     q_nope,  # [T, H, GROUPS * GROUP]
     q_pe,  # [T, H, ROPE]
@@ -131,8 +149,10 @@ def _sparse_mla_fp8_kernel(
     PAGES_ADJOIN: tl.constexpr,  # units_page == PAGE * units_row
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    DECODED: tl.constexpr = 1.0 if NATIVE else MOVED
     # Program, addresses and softmax are those of _sparse_mla_kernel.
     num_head_blocks = tl.cdiv(num_heads, BLOCK_H)
     i_h = tl.program_id(0) % num_head_blocks
@@ -227,7 +247,7 @@ def _sparse_mla_fp8_kernel(
             p_pairs = p_pair_column + g * (GROUP // 2) + o_half
             b_group = tl.load(p_pairs, mask=m_n[:, None], other=0)
             b_pairs += (b_group,)
-            b_first, b_second = _decode(b_group, INTERPRETED)
+            b_first, b_second = _decode(b_group, NATIVE, INTERPRETED)
             b_dot = tl.dot(b_q_first[g], tl.trans(b_first))
             b_dot = tl.dot(b_q_second[g], tl.trans(b_second), b_dot)
             b_s += b_dot * b_scale[g][None, :]
@@ -265,7 +285,7 @@ def _sparse_mla_fp8_kernel(
         b_old_first, b_old_second = b_acc_first, b_acc_second
         b_acc_first, b_acc_second = (), ()
         for g in tl.static_range(GROUPS):
-            b_first, b_second = _decode(b_pairs[g], INTERPRETED)
+            b_first, b_second = _decode(b_pairs[g], NATIVE, INTERPRETED)
             b_old = b_old_first[g] * b_shrink[:, None]
             b_acc_first += (tl.dot(b_weights[g], b_first, b_old),)
             b_old = b_old_second[g] * b_shrink[:, None]
@@ -303,8 +323,8 @@ def sparse_mla_fp8(
             long as the last dimension is contiguous.
         kv_cache: `[num_blocks, page, 656]` uint8, rows as above, their rotary part in
             the dtype of `q`. Rows begin at multiples of 16 bytes; their other
-            strides are free, so a view into a larger pool will do. e4m3's NaN
-            is not told apart: it reads as 480.
+            strides are free, so a view into a larger pool will do. On chips before
+            SM89 e4m3's NaN is not told apart: it reads as 480.
         slots: `[T, topk]` int32, `block * page + offset` of each key. A value
             below 0, or beyond the cache, marks a place without a key; such
             places may stand anywhere and fill a whole row.
@@ -378,6 +398,7 @@ def sparse_mla_fp8(
         PAGES_ADJOIN=kv_cache.stride(0) == page * kv_cache.stride(1),
         BLOCK_H=config.block_h,
         BLOCK_N=config.block_n,
+        NATIVE=converts_e4m3(capability),
         INTERPRETED=not isinstance(_sparse_mla_fp8_kernel, triton.JITFunction),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
