@@ -2,8 +2,8 @@
 """Decides whether a patched vLLM selects what it should. Pure.
 
 Two rules. Where stock vLLM picks a backend, the patched one picks the same. Where it
-picks none, our backend serves, on every GPU that it is written for, or says why not in the
-few cases where it may.
+picks none, our backend serves, on every GPU that it is written for; in the few cases
+where it may refuse, it gives a reason.
 """
 
 from __future__ import annotations

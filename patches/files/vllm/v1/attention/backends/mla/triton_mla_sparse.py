@@ -352,9 +352,9 @@ def _refuse_fused_write(vllm_config: Any) -> None:
         and getattr(passes, "fuse_rope_kvcache_cat_mla", False)
     ):
         raise ValueError(
-            f"the pass fuse_rope_kvcache_cat_mla writes {FP8} with vLLM's own operator, "
-            f"wrongly from float16: switch it off in --compilation-config, or pass "
-            f"--dtype bfloat16 or --kv-cache-dtype bfloat16"
+            f"the pass fuse_rope_kvcache_cat_mla writes {FP8} with vLLM's own "
+            f"operator, wrongly from float16: switch it off in --compilation-config, "
+            f"or pass --dtype bfloat16 or --kv-cache-dtype bfloat16"
         )
 
 
