@@ -72,14 +72,14 @@ def _gather_kernel(
         # [BLOCK_N, 1]
         p_row = tl.load(slots + i_t * topk + o_n).to(tl.int64)[:, None] * ROW + kv_cache
         # [BLOCK_N, HEAD], [BLOCK_N, TAIL]
-        b_head += tl.load(p_row + o_head[None, :])
-        b_tail += tl.load(p_row + o_tail[None, :], mask=m_tail, other=0)
-    total = tl.sum(b_head) + tl.sum(b_tail)
-    tl.store(out + tl.program_id(0), total)
+        b_head ^= tl.load(p_row + o_head[None, :])
+        b_tail ^= tl.load(p_row + o_tail[None, :], mask=m_tail, other=0)
+    parity = tl.xor_sum(tl.xor_sum(b_head, 1) ^ tl.xor_sum(b_tail, 1), 0)
+    tl.store(out + tl.program_id(0), parity)
 
 
 def gather(kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Read every named row once; keep a sum of its words, so that no load is dead."""
+    """Read every named row once; keep a parity of its words: no load is dead."""
     per_program = 64 if slots.shape[0] <= 128 else 256
     grid = (slots.shape[0] * slots.shape[1] // per_program,)
     kv_cache = kv_cache.view(torch.int32)
