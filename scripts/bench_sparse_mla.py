@@ -80,7 +80,8 @@ def _gather_kernel(
 
 def gather(kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
     """Read every named row once; keep a parity of its words: no load is dead."""
-    per_program = 64 if slots.shape[0] <= 128 else 256
+    tokens = slots.shape[0]
+    per_program = 16 if tokens <= 32 else 64 if tokens <= 128 else 256
     grid = (slots.shape[0] * slots.shape[1] // per_program,)
     kv_cache = kv_cache.view(torch.int32)
     row = kv_cache.shape[2]
