@@ -28,6 +28,7 @@ from ops import triton_sparse_launch as launch
 from ops import triton_sparse_merge as merging
 from ops import triton_sparse_mla as mla
 from ops import triton_sparse_mla_fp8 as mla_fp8
+from ops import triton_sparse_rows_fp8 as writing
 from ops import triton_sparse_slots as lookup
 
 # Shared memory that one program may have, in bytes (CUDA programming guide).
@@ -203,6 +204,20 @@ def merge_variants(arch: int) -> list[dict[str, object]]:
     return results
 
 
+def write_variants(arch: int) -> list[dict[str, object]]:
+    """float16 alone is written; its layout does not matter to one row at a time."""
+    measured = compile_for(
+        writing._write_rows_fp8_kernel,
+        arch,
+        {"latents": "*fp16", "rope": "*fp16", "kv_cache": "*u8", "slots": "*i64"},
+        {"PAGE": 64},
+        "i32",
+        True,
+        {"num_warps": 4},
+    )
+    return [{"name": f"sm{arch}-write_rows_fp8-aligned", "arch": arch, **measured}]
+
+
 def mqa_variants(arch: int, layout: str) -> list[dict[str, object]]:
     """The two kernels of the indexer, with float8 where the chip has it."""
     capability = divmod(arch, 10)
@@ -261,7 +276,7 @@ def mqa_variants(arch: int, layout: str) -> list[dict[str, object]]:
 def variants(archs: list[int]) -> list[dict[str, object]]:
     results = []
     for arch in archs:
-        results += merge_variants(arch)
+        results += merge_variants(arch) + write_variants(arch)
         for layout in LAYOUTS:
             if layout != "odd":  # the indexer's kernels refuse such a cache
                 results += mqa_variants(arch, layout)
