@@ -4,8 +4,9 @@
 GLM5_PATCH_RELEASE chooses the release, 0.16.0 unless set; test_backend_releases.py
 runs this file for each. The interpreter needs what
 tests/releases/requirements-select.txt lists. What is not real here: the
-configuration, of which the builder reads four values, and the indexer, whose
-picks are drawn. The layer around the backend and the write of the cache do not run.
+configuration, of which the builder reads a few values, and the indexer, whose
+picks are drawn. The layer around the backend does not run, nor does vLLM's write of
+the cache.
 """
 
 import importlib
@@ -42,20 +43,34 @@ def vllm_backend(release_tree: Callable[[str], Path]) -> ModuleType:
     return importlib.import_module("vllm.v1.attention.backends.mla.triton_mla_sparse")
 
 
-@pytest.fixture
-def builder(vllm_backend: ModuleType, device: str) -> Any:
+def make_builder(
+    vllm_backend: ModuleType,
+    device: str,
+    dtype: torch.dtype = torch.float16,
+    kv: str = "auto",
+    fused_write: bool = False,
+) -> Any:
     config = SimpleNamespace(
         speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
         model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(index_topk=TOPK),
+            hf_text_config=SimpleNamespace(index_topk=TOPK), dtype=dtype
+        ),
+        cache_config=SimpleNamespace(cache_dtype=kv),
+        compilation_config=SimpleNamespace(
+            pass_config=SimpleNamespace(fuse_rope_kvcache_cat_mla=fused_write)
         ),
     )
     backend = vllm_backend.TritonMLASparseBackend
     return backend.get_builder_cls()(
         SimpleNamespace(block_size=PAGE), ["layer"], config, torch.device(device)
     )
+
+
+@pytest.fixture
+def builder(vllm_backend: ModuleType, device: str) -> Any:
+    return make_builder(vllm_backend, device)
 
 
 def make_impl(vllm_backend: ModuleType, **changes: Any) -> Any:
@@ -123,6 +138,14 @@ def batch(device: str, tokens: int, blocks: int, dtype: torch.dtype) -> Any:
     )
 
 
+def in_fp8(data: Any) -> Any:
+    """The same batch with a cache of bytes, and the numbers that these stand for."""
+    dtype = data.q[0].dtype
+    cache = reference.encode_fp8(data.cache, dtype)
+    rows = reference.decode_fp8(cache.cpu(), dtype).to(cache.device)
+    return SimpleNamespace(q=data.q, picks=data.picks, cache=cache, rows=rows)
+
+
 def expect(data: Any, table: torch.Tensor, req_of_token: list[int]) -> Any:
     slots = reference.slots_from_positions(
         data.picks[: len(req_of_token)],
@@ -131,14 +154,17 @@ def expect(data: Any, table: torch.Tensor, req_of_token: list[int]) -> Any:
         PAGE,
     )
     q = torch.cat(data.q, dim=-1)[: len(req_of_token)]
-    return reference.sparse_mla(q, data.cache, slots.to(q.device), SCALE)
+    rows = getattr(data, "rows", data.cache)
+    return reference.sparse_mla(q, rows, slots.to(q.device), SCALE)
 
 
+@pytest.mark.parametrize("kv", ["auto", "fp8_ds_mla"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3], [5, 1, 9]], ids=str)
 def test_a_batch_agrees_with_the_reference(
     query_lens: list[int],
     dtype: torch.dtype,
+    kv: str,
     vllm_backend: ModuleType,
     builder: Any,
     device: str,
@@ -151,8 +177,10 @@ def test_a_batch_agrees_with_the_reference(
     assert metadata.num_decode_tokens == metadata.num_actual_tokens
 
     data = batch(device, len(owners) + 1, 4 * len(query_lens), dtype)
+    if kv == "fp8_ds_mla":
+        data = in_fp8(data)
     indexer = SimpleNamespace(topk_indices_buffer=data.picks)
-    impl = make_impl(vllm_backend, indexer=indexer)
+    impl = make_impl(vllm_backend, indexer=indexer, kv_cache_dtype=kv)
     out, lse = impl.forward_mqa(data.q, data.cache, metadata, None)
     wanted_out, wanted_lse = expect(data, cm.block_table_tensor, [*owners, -1])
     check_out("batch", out, wanted_out)
@@ -275,16 +303,103 @@ def test_sm75_is_not_served(vllm_backend: ModuleType) -> None:
     ]
 
 
-@pytest.mark.parametrize("kv", ["fp8", "fp8_e4m3", "fp8_ds_mla"])
-def test_a_quantised_cache_is_refused_in_a_sentence(
+@pytest.mark.parametrize("kv", ["fp8", "fp8_e4m3"])
+def test_another_quantised_cache_is_refused_in_a_sentence(
     kv: str, vllm_backend: ModuleType
 ) -> None:
     assert reasons(vllm_backend, kv_cache_dtype=kv, dtype=torch.bfloat16) == [
         "kv_cache_dtype not supported",
-        "TRITON_MLA_SPARSE keeps the KV cache in the model's own dtype, bfloat16, but "
-        f"kv_cache_dtype is {kv!r} (a checkpoint can set that by itself): pass "
-        "--kv-cache-dtype bfloat16, which stands for any 16-bit cache",
+        "TRITON_MLA_SPARSE keeps the KV cache in the model's own dtype, bfloat16, or "
+        f"in fp8_ds_mla, but kv_cache_dtype is {kv!r} (a checkpoint can set that by "
+        "itself): pass --kv-cache-dtype bfloat16, which stands for any 16-bit cache, "
+        "or fp8_ds_mla",
     ]
+
+
+# Up to 0.16.0 the layer writes the cache itself.
+WRITES_CACHE = RELEASE != "0.16.0"
+
+
+def test_fp8_ds_mla_is_served_wherever_it_is_written_right(
+    vllm_backend: ModuleType,
+) -> None:
+    assert vllm_backend.WRITES_CACHE == WRITES_CACHE
+    assert not reasons(vllm_backend, kv_cache_dtype="fp8_ds_mla", dtype=torch.bfloat16)
+    refusal = (
+        "vLLM's own operator writes fp8_ds_mla wrongly from float16, and this release "
+        "lets no backend write its cache: pass --dtype bfloat16, or --kv-cache-dtype "
+        "bfloat16, which stands for any 16-bit cache"
+    )
+    in_float16 = reasons(vllm_backend, kv_cache_dtype="fp8_ds_mla")
+    assert in_float16 == ([] if WRITES_CACHE else [refusal])
+
+
+def test_float16_rows_are_ours_and_all_others_vllms(
+    vllm_backend: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_by_vllm = []
+    monkeypatch.setattr(
+        vllm_backend._ImplBase,
+        "do_kv_cache_update",
+        lambda _, *args, **kwargs: written_by_vllm.append((args, kwargs)),
+        raising=WRITES_CACHE,
+    )
+    impl = make_impl(vllm_backend, topk_indices_buffer=torch.zeros(1))
+    rows = torch.randn(3, ROW_DIM, generator=torch.Generator().manual_seed(3)).half()
+    slots = torch.tensor([[70, -1, 3]], device=device)
+    scale = torch.ones(())
+
+    def update(dtype: torch.dtype, cache: torch.Tensor, kv: str) -> None:
+        parts = rows.to(dtype).to(device).split([512, 64], dim=1)
+        impl.do_kv_cache_update(parts[0], parts[1][:, None], cache, slots, kv, scale)
+
+    cache = torch.zeros(2, PAGE, 656, dtype=torch.uint8, device=device)
+    update(torch.float16, cache, "fp8_ds_mla")
+    expected = torch.zeros_like(cache).cpu()
+    encoded = reference.encode_fp8(rows, torch.float16)
+    expected[1, 6], expected[0, 3] = encoded[0], encoded[2]
+    assert torch.equal(cache.cpu(), expected)
+    update(torch.float16, cache[:0], "fp8_ds_mla")  # the profile run
+    assert not written_by_vllm
+
+    update(torch.bfloat16, cache, "fp8_ds_mla")
+    update(torch.float16, cache, "auto")
+    assert torch.equal(cache.cpu(), expected)
+    assert [args[4] for args, _ in written_by_vllm] == ["fp8_ds_mla", "auto"]
+    assert all(args[2] is cache and args[5] is scale for args, _ in written_by_vllm)
+
+
+def test_a_fused_write_of_float16_rows_is_refused(
+    vllm_backend: ModuleType, device: str
+) -> None:
+    refused = {"kv": "fp8_ds_mla", "dtype": torch.float16, "fused_write": True}
+    with pytest.raises(ValueError, match="the pass fuse_rope_kvcache_cat_mla writes"):
+        make_builder(vllm_backend, device, **refused)
+    for change in ({"kv": "auto"}, {"dtype": torch.bfloat16}, {"fused_write": False}):
+        make_builder(vllm_backend, device, **(refused | change))
+
+
+@pytest.mark.parametrize(("kv", "row"), [("auto", 576), ("fp8_ds_mla", 656)])
+def test_the_cache_has_the_size_that_vllm_reserves(
+    kv: str, row: int, vllm_backend: ModuleType
+) -> None:
+    """vLLM's page size is its own formula; a shape of another size cannot be viewed."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    torch_utils = importlib.import_module("vllm.utils.torch_utils")
+    model = SimpleNamespace(dtype=torch.bfloat16)
+    dtype = torch_utils.kv_cache_dtype_str_to_dtype(kv, model)
+    shape = vllm_backend.TritonMLASparseBackend.get_kv_cache_shape(
+        7, PAGE, 1, ROW_DIM, cache_dtype_str=kv
+    )
+    assert shape == (7, PAGE, row)
+    spec = interface.MLAAttentionSpec(
+        block_size=PAGE,
+        num_kv_heads=1,
+        head_size=ROW_DIM,
+        dtype=dtype,
+        cache_dtype_str=kv,
+    )
+    assert 7 * spec.page_size_bytes == torch.empty(shape, dtype=dtype).nbytes
 
 
 def test_bfloat16_names_any_16_bit_cache(vllm_backend: ModuleType) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernel against its definition, and the test against itself."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,9 @@ from compare import MismatchError, check_lse, check_out
 from ops import triton_sparse_mla
 from ops.triton_sparse_launch import (
     LATENT_DIM,
+    LaunchConfig,
     launch_config,
+    launch_config_fp8,
     num_splits,
 )
 from ops.triton_sparse_merge import new_tickets
@@ -267,13 +270,16 @@ def test_too_few_tickets_are_named(
         run_with(new_tickets(torch.device(device))[:3], inputs)
 
 
-def test_there_are_tickets_for_every_batch() -> None:
+@pytest.mark.parametrize("config_of", [launch_config, launch_config_fp8])
+def test_there_are_tickets_for_every_batch(
+    config_of: Callable[[tuple[int, int], int, int], LaunchConfig],
+) -> None:
     """Every number of tokens, heads and multiprocessors that is split."""
     for capability in ((8, 0), (8, 6), (9, 0), (12, 0)):
         for num_sms in (8, 84, 132, 188):
             for heads in (1, 16, 17, 32, 64, 128):
                 for tokens in range(1, 600):
-                    config = launch_config(capability, heads, tokens)
+                    config = config_of(capability, heads, tokens)
                     splits = num_splits(config, heads, tokens, 2048, num_sms)
                     if splits > 1:
                         blocks = -(-heads // config.block_h)
@@ -344,11 +350,15 @@ def test_a_wrong_pair_is_named(device: str) -> None:
     [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1), (13, 0)],
     ids=lambda c: f"sm{c[0]}{c[1]}",
 )
-def test_launch_config_is_pure_and_legal(
-    capability: tuple[int, int], heads: int, tokens: int
+@pytest.mark.parametrize("config_of", [launch_config, launch_config_fp8])
+def test_a_launch_table_is_pure_and_legal(
+    config_of: Callable[[tuple[int, int], int, int], LaunchConfig],
+    capability: tuple[int, int],
+    heads: int,
+    tokens: int,
 ) -> None:
-    config = launch_config(capability, heads, tokens)
-    assert config == launch_config(capability, heads, tokens)
+    config = config_of(capability, heads, tokens)
+    assert config == config_of(capability, heads, tokens)
     for size in (config.block_h, config.block_n):
         assert size >= 16
         assert size & (size - 1) == 0

@@ -20,6 +20,8 @@ STOCK = "FLASHMLA_SPARSE"
 SM120 = Case(Capability(12, 0), "float16", "auto")
 SM90 = Case(Capability(9, 0), "bfloat16", "auto")
 SM100 = Case(Capability(10, 0), "float16", "auto")
+FLOAT16_FP8 = Case(Capability(8, 6), "float16", "fp8_ds_mla")
+BFLOAT16_FP8 = Case(Capability(8, 6), "bfloat16", "fp8_ds_mla")
 REFUSES = ("compute capability not supported",)
 
 
@@ -49,6 +51,11 @@ def picks_none(case: Case, **reasons: tuple[str, ...]) -> Selection:
             picks_none(SM100, **{BACKEND: REFUSES}),
             id="sm100-ours-refuses",
         ),
+        pytest.param(
+            picks_none(FLOAT16_FP8),
+            picks_none(FLOAT16_FP8, **{BACKEND: REFUSES}),
+            id="float16-fp8-refused",
+        ),
     ],
 )
 def test_right(stock: Selection, patched: Selection) -> None:
@@ -77,6 +84,20 @@ def test_right(stock: Selection, patched: Selection) -> None:
             "12.0 float16 kv=auto: expected TRITON_MLA_SPARSE, found no backend: "
             "TRITON_MLA_SPARSE refuses: compute capability not supported",
             id="ours-refuses",
+        ),
+        pytest.param(
+            picks_none(FLOAT16_FP8),
+            picks_none(FLOAT16_FP8),
+            "8.6 float16 kv=fp8_ds_mla: expected TRITON_MLA_SPARSE, found no backend: "
+            "TRITON_MLA_SPARSE is not in the list of priorities",
+            id="float16-fp8-without-a-reason",
+        ),
+        pytest.param(
+            picks_none(BFLOAT16_FP8),
+            picks_none(BFLOAT16_FP8, **{BACKEND: REFUSES}),
+            "8.6 bfloat16 kv=fp8_ds_mla: expected TRITON_MLA_SPARSE, found no backend: "
+            "TRITON_MLA_SPARSE refuses: compute capability not supported",
+            id="bfloat16-fp8-refused",
         ),
         pytest.param(
             picks_none(SM100),

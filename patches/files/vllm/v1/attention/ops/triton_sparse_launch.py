@@ -76,6 +76,27 @@ def launch_config(
     return LaunchConfig(32, 16, 4, 5, 1)
 
 
+def launch_config_fp8(
+    capability: tuple[int, int], num_heads: int, num_tokens: int
+) -> LaunchConfig:
+    """Pick the launch shape of the kernel for `fp8_ds_mla` rows; pure, too.
+
+    A row is 656 bytes, and all of it goes through `mma.sync`, whose operands are
+    decoded in registers.
+    """
+    if num_heads > 16:
+        block_n = 64 if capability == (9, 0) else 32
+        return LaunchConfig(32, block_n, 8, 3, 1)
+    if capability in LARGE_SHARED_MEMORY:
+        return LaunchConfig(16, 32, 4, 5, 2)
+    return LaunchConfig(16, 32, 4, 3, 2)
+
+
+def converts_e4m3(capability: tuple[int, int]) -> bool:
+    """Whether the chip has an instruction from e4m3 to float16."""
+    return capability >= (8, 9)
+
+
 def num_splits(
     config: LaunchConfig, num_heads: int, num_tokens: int, topk: int, num_sms: int
 ) -> int:

@@ -12,21 +12,78 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_sparse_launch import LATENT_DIM, chip
+from .triton_sparse_launch import LATENT_DIM, MERGED_BY_THE_LAST, chip
 
 
 @triton.jit
-def merge_splits(
-    p_part,  # [BLOCK_H, LATENT / CHUNKS], the first chunk of the first split
+def hand_in(
+    b_out,  # tuple of chunks, [BLOCK_H, CHUNK] float32: the result of one split
+    b_lse,  # [BLOCK_H] float32, base e
+    out,  # [T, H, LATENT], contiguous
+    lse,  # [T, H] float32, contiguous
+    part,  # [T, SPLITS, H, LATENT] float32, contiguous; unused where SPLITS is 1
+    part_lse,  # [T, SPLITS, H] float32, contiguous; likewise
+    tickets,  # [T, head blocks] int32, zeros; unused unless MERGE
+    i_t,
+    i_s,
+    i_h,
+    num_heads,
+    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """Store what one program has found; if it is the last of its token, merge."""
+    BLOCK_H: tl.constexpr = b_out[0].shape[0]
+    CHUNK: tl.constexpr = b_out[0].shape[1]
+    # [BLOCK_H], [CHUNK]
+    o_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_chunk = tl.arange(0, CHUNK)
+    m_h = o_h < num_heads
+    o_row = i_t * num_heads + o_h
+    o_part = (i_t * SPLITS + i_s) * num_heads + o_h
+    # [BLOCK_H, CHUNK], [BLOCK_H]
+    if SPLITS == 1:
+        p_out = out + o_row[:, None] * (CHUNK * CHUNKS) + o_chunk[None, :]
+        p_lse = lse + o_row
+    else:
+        p_out = part + o_part[:, None] * (CHUNK * CHUNKS) + o_chunk[None, :]
+        p_lse = part_lse + o_part
+    for c in tl.static_range(CHUNKS):
+        b_chunk = b_out[c].to(p_out.dtype.element_ty)
+        tl.store(p_out + c * CHUNK, b_chunk, mask=m_h[:, None])
+    tl.store(p_lse, b_lse, mask=m_h)
+
+    if MERGE:
+        # Every thread's results must be out before the ticket says so.
+        tl.debug_barrier()
+        p_ticket = tickets + i_t * tl.cdiv(num_heads, BLOCK_H) + i_h
+        if tl.atomic_add(p_ticket, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(p_ticket, 0)  # for the next call
+            o_first = i_t * SPLITS * num_heads + o_h
+            _merge_here(
+                part + o_first[:, None] * (CHUNK * CHUNKS) + o_chunk[None, :],
+                part_lse + o_first,
+                num_heads,
+                out + o_row[:, None] * (CHUNK * CHUNKS) + o_chunk[None, :],
+                lse + o_row,
+                m_h,
+                SPLITS,
+                CHUNKS,
+            )
+
+
+@triton.jit
+def _merge_here(
+    p_part,  # [BLOCK_H, CHUNK], the first chunk of the first split
     p_part_lse,  # [BLOCK_H], of the first split
     num_heads,  # rows from one split to the next
-    p_out,  # [BLOCK_H, LATENT / CHUNKS], the first chunk
+    p_out,  # [BLOCK_H, CHUNK], the first chunk
     p_lse,  # [BLOCK_H]
     m_h,  # [BLOCK_H]
     SPLITS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Merge the splits of some heads of one token; all pointers are float32 rows."""
+    """Merge the splits of some heads of one token."""
     CHUNK: tl.constexpr = p_part.shape[1]
     b_lse = ()
     b_max = tl.full([p_part.shape[0]], float("-inf"), dtype=tl.float32)
@@ -144,8 +201,16 @@ def new_tickets(device: torch.device) -> torch.Tensor:
     return torch.zeros(2 * num_sms, dtype=torch.int32, device=device)
 
 
-def check_tickets(tickets: torch.Tensor, count: int, device: torch.device) -> None:
-    """Raise ValueError unless these are `count` counters on `device`, or more."""
+def merges_by_the_last(
+    tickets: torch.Tensor | None, splits: int, count: int, device: torch.device
+) -> bool:
+    """Whether the last of `splits` merges: they are few, and there are tickets.
+
+    Raises:
+        ValueError: these are not `count` tickets on `device`, or more.
+    """
+    if tickets is None or not 1 < splits <= MERGED_BY_THE_LAST:
+        return False
     if (
         tickets.dtype != torch.int32
         or tickets.device != device
@@ -156,3 +221,4 @@ def check_tickets(tickets: torch.Tensor, count: int, device: torch.device) -> No
             f"tickets must be contiguous, torch.int32, on {device} and at least "
             f"{count}, found {tickets.dtype} on {tickets.device}, {tickets.numel()}"
         )
+    return True

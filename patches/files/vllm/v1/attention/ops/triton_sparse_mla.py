@@ -22,18 +22,17 @@ import torch
 import triton
 import triton.language as tl
 
+from .triton_sparse_arguments import check_arguments, split_query
 from .triton_sparse_launch import (
     CHUNKS,
     LATENT_DIM,
-    MAX_HEADS,
-    MERGED_BY_THE_LAST,
     ROPE_DIM,
     ROW_DIM,
     chip,
     launch_config,
     num_splits,
 )
-from .triton_sparse_merge import check_tickets, merge, merge_splits, split_room
+from .triton_sparse_merge import hand_in, merge, merges_by_the_last, split_room
 
 
 @triton.jit
@@ -46,7 +45,7 @@ def _dot(b_a, b_b, b_acc, INTERPRETED: tl.constexpr):
     return tl.dot(b_a, b_b, b_acc)
 
 
-@triton.jit(do_not_specialize=["num_heads"])
+@triton.jit(do_not_specialize=["num_heads", "num_slots"])
 def _sparse_mla_kernel(
     q_nope,  # [T, H, LATENT]
     q_pe,  # [T, H, ROPE]
@@ -184,37 +183,25 @@ def _sparse_mla_kernel(
     LN2: tl.constexpr = 0.6931471805599453
     b_lse = tl.where(m_any, (b_max + tl.log2(b_div)) * LN2, float("-inf"))
 
-    # [BLOCK_H, CHUNK], [BLOCK_H]
-    o_row = i_t * num_heads + o_h
-    o_part = (i_t * SPLITS + i_s) * num_heads + o_h
-    if SPLITS == 1:
-        p_out = out + o_row[:, None] * LATENT + o_chunk[None, :]
-        p_lse = lse + o_row
-    else:
-        p_out = part + o_part[:, None] * LATENT + o_chunk[None, :]
-        p_lse = part_lse + o_part
+    b_out = ()
     for c in tl.static_range(CHUNKS):
-        b_out = (b_acc[c] / b_div[:, None]).to(p_out.dtype.element_ty)
-        tl.store(p_out + c * CHUNK, b_out, mask=m_h[:, None])
-    tl.store(p_lse, b_lse, mask=m_h)
-
-    if MERGE:
-        # Every thread's results must be out before the ticket says so.
-        tl.debug_barrier()
-        p_ticket = tickets + i_t * num_head_blocks + i_h
-        if tl.atomic_add(p_ticket, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(p_ticket, 0)  # for the next call
-            o_first = i_t * SPLITS * num_heads + o_h
-            merge_splits(
-                part + o_first[:, None] * LATENT + o_chunk[None, :],
-                part_lse + o_first,
-                num_heads,
-                out + o_row[:, None] * LATENT + o_chunk[None, :],
-                lse + o_row,
-                m_h,
-                SPLITS,
-                CHUNKS,
-            )
+        b_out = b_out + (b_acc[c] / b_div[:, None],)
+    hand_in(
+        b_out,
+        b_lse,
+        out,
+        lse,
+        part,
+        part_lse,
+        tickets,
+        i_t,
+        i_s,
+        i_h,
+        num_heads,
+        CHUNKS,
+        SPLITS,
+        MERGE,
+    )
 
 
 def sparse_mla(
@@ -250,8 +237,8 @@ def sparse_mla(
         ValueError: an argument breaks this contract; the message names both
             what was expected and what was found.
     """
-    q_nope, q_pe = _split_query(q)
-    _check_arguments(q_nope, q_pe, kv_cache, slots)
+    q_nope, q_pe = split_query(q)
+    check_arguments(q_nope, q_pe, kv_cache, slots, ROW_DIM, q_nope.dtype)
     num_tokens, num_heads, _ = q_nope.shape
     num_blocks, page, _ = kv_cache.shape
 
@@ -272,9 +259,9 @@ def sparse_mla(
     part, part_lse = out, lse
     if splits > 1:
         part, part_lse = split_room(out, splits)
-    merge_here = tickets is not None and 1 < splits <= MERGED_BY_THE_LAST
-    if merge_here:
-        check_tickets(tickets, num_tokens * head_blocks, q_nope.device)
+    merge_here = merges_by_the_last(
+        tickets, splits, num_tokens * head_blocks, q_nope.device
+    )
 
     _sparse_mla_kernel[(num_tokens * splits * head_blocks,)](
         q_nope,
@@ -313,68 +300,3 @@ def sparse_mla(
     if splits > 1 and not merge_here:
         merge(part, part_lse, out, lse, splits)
     return out, lse
-
-
-def _split_query(
-    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the latent and the rotary part of the query, as views."""
-    if not isinstance(q, torch.Tensor):
-        if len(q) != 2:
-            raise ValueError(f"q must be one tensor or a pair, found {len(q)} parts")
-        return q[0], q[1]
-    if q.dim() != 3 or q.shape[2] != ROW_DIM:
-        raise ValueError(f"q must be [T, H, {ROW_DIM}], found {list(q.shape)}")
-    return q[..., :LATENT_DIM], q[..., LATENT_DIM:]
-
-
-def _check_arguments(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """Raise ValueError for the first argument that breaks the contract."""
-    if q_nope.dim() != 3 or q_nope.shape[2] != LATENT_DIM:
-        raise ValueError(
-            f"q_nope must be [T, H, {LATENT_DIM}], found {list(q_nope.shape)}"
-        )
-    num_tokens, num_heads, _ = q_nope.shape
-    if not 1 <= num_heads <= MAX_HEADS:
-        raise ValueError(f"q must have 1 to {MAX_HEADS} heads, found {num_heads}")
-    expected_pe = [num_tokens, num_heads, ROPE_DIM]
-    if list(q_pe.shape) != expected_pe:
-        raise ValueError(f"q_pe must be {expected_pe}, found {list(q_pe.shape)}")
-    if q_nope.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"q must be float16 or bfloat16, found {q_nope.dtype}")
-    if kv_cache.dim() != 3 or kv_cache.shape[2] != ROW_DIM:
-        raise ValueError(
-            f"kv_cache must be [num_blocks, page, {ROW_DIM}], "
-            f"found {list(kv_cache.shape)}"
-        )
-    if slots.dim() != 2 or slots.shape[0] != num_tokens:
-        raise ValueError(
-            f"slots must be [{num_tokens}, topk], found {list(slots.shape)}"
-        )
-    for name, tensor, dtype in (
-        ("q_pe", q_pe, q_nope.dtype),
-        ("kv_cache", kv_cache, q_nope.dtype),
-        ("slots", slots, torch.int32),
-    ):
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} must be {dtype}, found {tensor.dtype}")
-        if tensor.device != q_nope.device:
-            raise ValueError(
-                f"{name} must be on {q_nope.device} like q, found {tensor.device}"
-            )
-    for name, tensor in (
-        ("q_nope", q_nope),
-        ("q_pe", q_pe),
-        ("kv_cache", kv_cache),
-        ("slots", slots),
-    ):
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(
-                f"{name} must be contiguous in its last dimension, "
-                f"found stride {tensor.stride(-1)}"
-            )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRITON_MLA_SPARSE: sparse MLA (GLM-5, DeepSeek-V3.2) on any GPU from SM80 on.
 
-vLLM glue only; the work is in `vllm.v1.attention.ops.triton_sparse_mla`. One
+vLLM glue only; the work is in `vllm.v1.attention.ops.triton_sparse_mla*`. One
 file serves vLLM 0.16.0 to 0.33.0. It defines everything that any of them asks
 for, takes sizes and strides from the tensors, and asks for a version nowhere;
 the one thing it must branch on is the base class below.
@@ -20,6 +20,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.ops.triton_sparse_launch import LATENT_DIM, ROW_DIM
 from vllm.v1.attention.ops.triton_sparse_merge import new_tickets
 from vllm.v1.attention.ops.triton_sparse_mla import sparse_mla
+from vllm.v1.attention.ops.triton_sparse_mla_fp8 import ROW_BYTES, sparse_mla_fp8
+from vllm.v1.attention.ops.triton_sparse_rows_fp8 import write_rows_fp8
 from vllm.v1.attention.ops.triton_sparse_slots import slots_from_positions
 
 try:  # 0.16.0 to 0.25.1: the layer asks for this class by isinstance
@@ -29,6 +31,10 @@ except ImportError:  # 0.26.0 on: the layer reads `is_sparse`
 
 # The indexer's cache accepts pages of 64 only, and both share one page table.
 PAGE = 64
+# vLLM's name for rows of e4m3 latents with scales.
+FP8 = "fp8_ds_mla"
+# Up to 0.16.0 the layer itself writes the cache, and a backend has no say in it.
+WRITES_CACHE = hasattr(_ImplBase, "do_kv_cache_update")
 
 
 class TritonMLASparseBackend(AttentionBackend):
@@ -36,7 +42,12 @@ class TritonMLASparseBackend(AttentionBackend):
 
     accept_output_buffer = True  # read up to 0.19.1
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        FP8,
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -62,7 +73,9 @@ class TritonMLASparseBackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        return (num_blocks, block_size, head_size)
+        # In elements of the cache, which are bytes for FP8.
+        row = ROW_BYTES if cache_dtype_str == FP8 else head_size
+        return (num_blocks, block_size, row)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -96,16 +109,22 @@ class TritonMLASparseBackend(AttentionBackend):
         The parameters after the third differ between releases and none of them
         matters here.
         """
+        if kv_cache_dtype == FP8 and dtype == torch.float16 and not WRITES_CACHE:
+            return (
+                f"vLLM's own operator writes {FP8} wrongly from float16, and this "
+                f"release lets no backend write its cache: pass --dtype bfloat16, or "
+                f"--kv-cache-dtype bfloat16, which stands for any 16-bit cache"
+            )
         # For GLM-5 "bfloat16" means "16 bits, not quantised": the patch's hook in
         # models/config.py turns it into "auto" before a layer is built, as vLLM does
         # for DeepSeek-V3.2. So it is right for either dtype; "float16" is not turned.
-        if kv_cache_dtype in (None, "auto", "bfloat16", _dtype_name(dtype)):
+        if kv_cache_dtype in (None, "auto", "bfloat16", _dtype_name(dtype), FP8):
             return None
         return (
             f"TRITON_MLA_SPARSE keeps the KV cache in the model's own dtype, "
-            f"{_dtype_name(dtype)}, but kv_cache_dtype is {kv_cache_dtype!r} (a "
-            f"checkpoint can set that by itself): pass --kv-cache-dtype bfloat16, "
-            f"which stands for any 16-bit cache"
+            f"{_dtype_name(dtype)}, or in {FP8}, but kv_cache_dtype is "
+            f"{kv_cache_dtype!r} (a checkpoint can set that by itself): pass "
+            f"--kv-cache-dtype bfloat16, which stands for any 16-bit cache, or {FP8}"
         )
 
 
@@ -148,6 +167,7 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[TritonMLASparseMet
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.topk_tokens: int = vllm_config.model_config.hf_text_config.index_topk
+        _refuse_fused_write(vllm_config)
 
         # A captured graph keeps the addresses that it saw, so every batch writes
         # into the same buffer.
@@ -253,6 +273,7 @@ class TritonMLASparseImpl(_ImplBase[TritonMLASparseMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self._attend = sparse_mla_fp8 if kv_cache_dtype == FP8 else sparse_mla
         self.kv_lora_rank = kv_lora_rank
         self._indexer = indexer
         self._topk_indices_buffer = topk_indices_buffer
@@ -271,6 +292,35 @@ class TritonMLASparseImpl(_ImplBase[TritonMLASparseMetadata]):
 
     def record_logical_topk_ready(self) -> None:
         """Called from 0.30.0 on; nothing waits for the picks here."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Write the rows of a batch; called from 0.17.0 on.
+
+        vLLM's operator does it, but for the one case that it gets wrong.
+        """
+        if kv_cache_dtype != FP8 or kv_c_normed.dtype != torch.float16:
+            super().do_kv_cache_update(
+                kv_c_normed,
+                k_pe,
+                kv_cache,
+                slot_mapping,
+                kv_cache_dtype,
+                *args,
+                **kwargs,
+            )
+        elif kv_cache.numel() > 0:  # empty in the profile run
+            write_rows_fp8(
+                kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten()
+            )
 
     def forward_mha(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
@@ -295,8 +345,23 @@ class TritonMLASparseImpl(_ImplBase[TritonMLASparseMetadata]):
             attn_metadata.req_of_token[:num_tokens],
             page=kv_c_and_k_pe_cache.shape[1],
         )
-        return sparse_mla(
+        return self._attend(
             q, kv_c_and_k_pe_cache, slots, self.scale, attn_metadata.tickets
+        )
+
+
+def _refuse_fused_write(vllm_config: Any) -> None:
+    """Raise ValueError where a compilation pass would write the cache in our place."""
+    passes = vllm_config.compilation_config.pass_config
+    if (
+        vllm_config.cache_config.cache_dtype == FP8
+        and vllm_config.model_config.dtype == torch.float16
+        and getattr(passes, "fuse_rope_kvcache_cat_mla", False)
+    ):
+        raise ValueError(
+            f"the pass fuse_rope_kvcache_cat_mla writes {FP8} with vLLM's own "
+            f"operator, wrongly from float16: switch it off in --compilation-config, "
+            f"or pass --dtype bfloat16 or --kv-cache-dtype bfloat16"
         )
 
 
