@@ -21,6 +21,8 @@ from glm5_patch import (
     transaction,
 )
 from glm5_patch import verify as checks
+from glm5_patch.child.process import Failed as ChildFailed
+from glm5_patch.child.process import NotRun
 from glm5_patch.errors import Busy, Failed, NotFound, PatchError, Usage
 from glm5_patch.locate import Installation
 from glm5_patch.manifest import PatchSet
@@ -28,8 +30,7 @@ from glm5_patch.plan import Plan
 from glm5_patch.probe import explain as table_of
 from glm5_patch.probe.explain import Row
 from glm5_patch.probe.judge import CAPABILITIES, DTYPES, KV_CACHE_DTYPES
-from glm5_patch.probe.model import Capability, NotRun
-from glm5_patch.probe.model import Failed as ProbeFailed
+from glm5_patch.probe.model import Capability
 from glm5_patch.report import Report, Table
 from glm5_patch.state import Condition, Inspection
 from glm5_patch.verify import TIMEOUT_S, Level, Outcome
@@ -331,8 +332,8 @@ def explain(
             kv_cache_dtypes or KV_CACHE_DTYPES,
             TIMEOUT_S,
         )
-    if isinstance(answer, NotRun | ProbeFailed):
-        detail = answer.detail if isinstance(answer, ProbeFailed) else ()
+    if isinstance(answer, NotRun | ChildFailed):
+        detail = answer.detail if isinstance(answer, ChildFailed) else ()
         raise Failed(
             "vLLM's selector could not be asked",
             where=str(installation.root),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from glm5_patch import overlay, transaction
+from glm5_patch.child.process import NotRun
 from glm5_patch.errors import PatchError
 from glm5_patch.locate import Installation
 from glm5_patch.plan import Plan
@@ -23,7 +24,7 @@ from glm5_patch.probe.judge import (
     judge_imports,
     judge_selection,
 )
-from glm5_patch.probe.model import Answer, NotRun, Ran, Request
+from glm5_patch.probe.model import Answer, Ran, Request
 from glm5_patch.probe.run import run_probe
 from glm5_patch.state import Condition, Inspection
 
