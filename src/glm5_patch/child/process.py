@@ -106,7 +106,7 @@ class Child(Generic[T]):
         text = self._answer.read()
         try:
             return self._decode(text)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             what = "a garbled answer" if text else "no answer"
             reason = f"it gave {what} and ended with {_ending(status)}"
             return Failed(reason, _tail(self._stderr))
