@@ -4,7 +4,7 @@
 GLM5_PATCH_RELEASE chooses the release, 0.16.0 unless set; test_backend_releases.py
 runs this file for each. The interpreter needs what
 tests/releases/requirements-select.txt lists. What is not real here: the
-configuration, of which the builder reads four values, and the indexer, whose
+configuration, of which the builder reads six values, and the indexer, whose
 picks are drawn. The layer around the backend and the write of the cache do not run.
 """
 
@@ -43,19 +43,26 @@ def vllm_backend(release_tree: Callable[[str], Path]) -> ModuleType:
 
 
 @pytest.fixture
-def builder(vllm_backend: ModuleType, device: str) -> Any:
+def make_builder(vllm_backend: ModuleType, device: str) -> Callable[[], Any]:
     config = SimpleNamespace(
         speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(index_topk=TOPK),
+            dtype=torch.float16,
+            get_num_attention_heads=lambda parallel_config: HEADS,
         ),
     )
     backend = vllm_backend.TritonMLASparseBackend
-    return backend.get_builder_cls()(
+    return lambda: backend.get_builder_cls()(
         SimpleNamespace(block_size=PAGE), ["layer"], config, torch.device(device)
     )
+
+
+@pytest.fixture
+def builder(make_builder: Callable[[], Any]) -> Any:
+    return make_builder()
 
 
 def make_impl(vllm_backend: ModuleType, **changes: Any) -> Any:
@@ -196,6 +203,19 @@ def test_the_buffers_of_a_captured_graph_stay_where_they_are(
     first = builder.build(0, common_metadata(device, [1, 1])).req_of_token
     second = builder.build(0, common_metadata(device, [9, 1, 3])).req_of_token
     assert first.data_ptr() == second.data_ptr()
+
+
+def test_a_builder_has_the_kernels_compiled_for_all_its_batches(
+    vllm_backend: ModuleType,
+    make_builder: Callable[[], Any],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    monkeypatch.setattr(vllm_backend, "warm_up", lambda *how: asked.append(how))
+    make_builder()
+    wanted = (HEADS, TOPK, torch.float16, PAGE, MAX_TOKENS, torch.device(device))
+    assert asked == [wanted]
 
 
 def test_a_batch_beyond_the_buffers_is_refused(builder: Any, device: str) -> None:

@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.ops.triton_sparse_launch import LATENT_DIM, ROW_DIM
 from vllm.v1.attention.ops.triton_sparse_mla import sparse_mla
 from vllm.v1.attention.ops.triton_sparse_slots import slots_from_positions
+from vllm.v1.attention.ops.triton_sparse_warmup import warm_up
 
 try:  # 0.16.0 to 0.25.1: the layer asks for this class by isinstance
     from vllm.v1.attention.backend import SparseMLAAttentionImpl as _ImplBase
@@ -152,6 +153,17 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[TritonMLASparseMet
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._token_ids = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self._req_of_token = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+
+        # vLLM makes its builders before it captures or serves anything.
+        model_config = vllm_config.model_config
+        warm_up(
+            model_config.get_num_attention_heads(vllm_config.parallel_config),
+            self.topk_tokens,
+            model_config.dtype,
+            PAGE,
+            max_tokens,
+            device,
+        )
 
     def build(
         self,
