@@ -211,10 +211,10 @@ class TritonMLASparseImpl(_ImplBase[TritonMLASparseMetadata]):
     supports_dense_mha_prefill = False  # 0.27.0 on
     masked_mha_available = False  # 0.27.0 on
 
-    # The kernel returns the LSE, but decode context parallelism needs more than
-    # that: the indexer picks positions of the whole request, and nothing maps
-    # them to the part of the cache that a rank holds. Saying True would turn
-    # vLLM's refusal into wrong answers.
+    # The kernel returns the LSE, but decode context parallelism needs an indexer
+    # that knows of it. vLLM's scores a rank's share of the keys by the length of the
+    # whole request, and exchanges nothing: see docs/kernels.md. Saying True would
+    # turn vLLM's refusal into wrong answers.
     can_return_lse_for_decode = False
 
     def __init__(
