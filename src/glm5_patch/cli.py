@@ -106,7 +106,7 @@ def verify(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check what was applied, down to what vLLM selects and what the GPU computes."""
+    """Check what was applied, down to what the GPU computes."""
     from glm5_patch import commands
 
     _run(
@@ -207,7 +207,7 @@ def bench(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check and time the applied kernels on this GPU: a table to send back."""
+    """Check and time the kernels on this GPU; print a table."""
     from glm5_patch import commands
 
     _run(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from glm5_patch.bench.child import attention, indexer, kernels, shapes
+from glm5_patch.bench.child.gather import gather
 
 FILES = Path(__file__).parents[2] / "patches" / "files"
 CAPABILITY = (8, 6)  # what the interpreter pretends to be
@@ -151,14 +152,16 @@ def test_neighbours_share_what_they_should() -> None:
     assert not torch.equal(slots[0, :48], slots[16, :48])
 
 
-def test_the_ceiling_reads_every_row(device: str) -> None:
+@pytest.mark.parametrize("kind", ["float16", "bytes"])
+def test_the_ceiling_reads_every_row(kind: str, device: str) -> None:
     """Its sums are those of the rows: a kernel that reads less would be a lie."""
-    from glm5_patch.bench.child.gather import gather
-
     pool = attention.draw_pool(4, torch.float16, device)
+    if kind == "bytes":
+        pool = (pool * 1000).short().view(torch.uint8)[..., :656].contiguous()
     slots = attention.draw_slots(1, 2, pool, topk=256)[0]
     sums = torch.empty(8, device=device)
     gather(pool, slots, sums)
-    rows = pool.view(-1, attention.ROW_DIM)[slots.long()].double()
+    numbers = pool.view(torch.int16) if kind == "bytes" else pool
+    rows = numbers.flatten(0, 1)[slots.long()].double()
     expected = rows.sum(dim=2).view(8, 64).sum(dim=1)
     torch.testing.assert_close(sums.double(), expected, rtol=1e-4, atol=1e-3)

@@ -13,40 +13,50 @@ import triton.language as tl
 
 @triton.jit
 def _gather_kernel(
-    rows,  # [num_slots, 576], contiguous
+    cache,  # [num_slots, ROW] of 16 bits, contiguous
     slots,  # [T, topk]
-    out,  # [T * splits]
+    sums,  # [T * splits]
     topk,
+    ROW: tl.constexpr,
+    HEAD: tl.constexpr,  # a power of two
+    TAIL: tl.constexpr,  # a power of two, at least ROW - HEAD
     PER_PROGRAM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     splits = topk // PER_PROGRAM
     i_t = (tl.program_id(0) // splits).to(tl.int64)
     i_s = tl.program_id(0) % splits
-    o_d = tl.arange(0, 512)
-    o_r = 512 + tl.arange(0, 64)
-    b_latent = tl.zeros([BLOCK_N, 512], dtype=tl.float32)
-    b_rope = tl.zeros([BLOCK_N, 64], dtype=tl.float32)
+    o_head = tl.arange(0, HEAD)
+    o_tail = HEAD + tl.arange(0, TAIL)
+    m_tail = (o_tail < ROW)[None, :]
+    b_head = tl.zeros([BLOCK_N, HEAD], dtype=tl.float32)
+    b_tail = tl.zeros([BLOCK_N, TAIL], dtype=tl.float32)
     for i_n in range(0, PER_PROGRAM, BLOCK_N):
         o_n = i_s * PER_PROGRAM + i_n + tl.arange(0, BLOCK_N)
-        # [BLOCK_N]
+        # [BLOCK_N, 1]
         b_slot = tl.load(slots + i_t * topk + o_n).to(tl.int64)
-        # [BLOCK_N, 512], [BLOCK_N, 64]
-        b_latent += tl.load(rows + b_slot[:, None] * 576 + o_d[None, :])
-        b_rope += tl.load(rows + b_slot[:, None] * 576 + o_r[None, :])
-    total = tl.sum(b_latent) + tl.sum(b_rope)
-    tl.store(out + tl.program_id(0), total)
+        p_row = cache + b_slot[:, None] * ROW
+        # [BLOCK_N, HEAD], [BLOCK_N, TAIL]
+        b_head += tl.load(p_row + o_head[None, :])
+        b_tail += tl.load(p_row + o_tail[None, :], mask=m_tail, other=0)
+    total = tl.sum(b_head) + tl.sum(b_tail)
+    tl.store(sums + tl.program_id(0), total)
 
 
 def gather(kv_cache: torch.Tensor, slots: torch.Tensor, sums: torch.Tensor) -> None:
     """Read every named row once; keep a sum, so that no load is dead.
 
     Args:
-        kv_cache: ``[num_blocks, page, 576]`` float16 or bfloat16, contiguous.
+        kv_cache: ``[num_blocks, page, row]``, contiguous; rows of an even number of
+            bytes, summed up as float16, bfloat16, or, where they are bytes, int16.
         slots: ``[T, topk]`` int32, each a row of the cache; contiguous; topk a
             multiple of 256.
         sums: float32, at least one element for every 64 slots.
     """
+    if kv_cache.dtype == torch.uint8:
+        kv_cache = kv_cache.view(torch.int16)
+    row = kv_cache.shape[2]
+    head = 1 << (row.bit_length() - 1)
     per_program = 64 if slots.shape[0] <= 128 else 256
     grid = (slots.shape[0] * slots.shape[1] // per_program,)
     _gather_kernel[grid](
@@ -54,6 +64,9 @@ def gather(kv_cache: torch.Tensor, slots: torch.Tensor, sums: torch.Tensor) -> N
         slots,
         sums,
         slots.shape[1],
+        ROW=row,
+        HEAD=head,
+        TAIL=triton.next_power_of_2(row - head),
         PER_PROGRAM=per_program,
         BLOCK_N=16,
         num_warps=4,
