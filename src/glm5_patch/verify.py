@@ -97,8 +97,10 @@ def check(
     results += _import_and_select(installation, installation.python, plan, modules)
     if deepest is not Level.KERNELS:
         return tuple(results)
-    if results[-1].outcome is not Outcome.PASSED:
-        return (*results, *_not_run([deepest], f"{results[-1].level.value} failed"))
+    above = results[-1]
+    if above.outcome is not Outcome.PASSED:
+        reason = f"{above.level.value} {above.outcome.value}: {above.details[0]}"
+        return (*results, *_not_run([deepest], reason))
     return (*results, _kernels(installation.root, installation.python, plan))
 
 
