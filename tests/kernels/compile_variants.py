@@ -12,7 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -24,6 +27,7 @@ from ops import triton_mqa_logits as mqa
 from ops import triton_sparse_launch as launch
 from ops import triton_sparse_merge as merging
 from ops import triton_sparse_mla as mla
+from ops import triton_sparse_mla_fp8 as mla_fp8
 from ops import triton_sparse_slots as lookup
 
 # Shared memory that one program may have, in bytes (CUDA programming guide).
@@ -35,7 +39,7 @@ SHARED_LIMIT = {
     120: 101_376,
     121: 101_376,
 }
-# One head and token count on each side of every decision of launch_config.
+# One head and token count on each side of every decision of a launch table.
 SHAPES = ((8, 1), (8, 128), (32, 1), (64, 1))
 # Powers of two between 2 and the most that any chip has room for.
 MERGES = (2, 32, 128)
@@ -105,24 +109,52 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": registers, "stack": stack, "local": local}
 
 
+class Attention(NamedTuple):
+    """One of the two attention kernels."""
+
+    kernel: triton.JITFunction
+    config_of: Callable[[tuple[int, int], int, int], launch.LaunchConfig]
+    rows: str | None  # the type of the cache, where it is not that of the query
+    constants: Callable[[launch.LaunchConfig], dict[str, int]]
+
+
+ATTENTION = {
+    "sparse_mla": Attention(
+        mla._sparse_mla_kernel,
+        launch.launch_config,
+        None,
+        lambda config: {
+            "LATENT": launch.LATENT_DIM,
+            "ROPE": launch.ROPE_DIM,
+            "LATENT_DOWN": config.latent_down,
+        },
+    ),
+    "sparse_mla_fp8": Attention(
+        mla_fp8._sparse_mla_fp8_kernel,
+        launch.launch_config_fp8,
+        "*u8",
+        lambda config: {},
+    ),
+}
+
+
 def attention_variants(
-    arch: int, layout: str, dtype: str, integer: str, aligned: bool
+    attention: str, arch: int, layout: str, dtype: str, integer: str, aligned: bool
 ) -> list[dict[str, object]]:
     results = []
-    shapes = {
-        launch.launch_config(divmod(arch, 10), *shape): shape
-        for shape in reversed(SHAPES)
-    }
+    kernel, config_of, rows, constants_of = ATTENTION[attention]
+    shapes = {config_of(divmod(arch, 10), *shape): shape for shape in reversed(SHAPES)}
     for config, (heads, tokens) in shapes.items():
         # Whole; split (float32 out) with several steps, and with one.
         for splits in (1, 4, 2048 // config.block_n) if layout == "aligned" else (4,):
             steps = 2048 // config.block_n // splits
-            data = dict.fromkeys(("q_nope", "q_pe", "kv_cache"), f"*{dtype}")
             measured = compile_for(
-                mla._sparse_mla_kernel,
+                kernel,
                 arch,
                 {
-                    **data,
+                    "q_nope": f"*{dtype}",
+                    "q_pe": f"*{dtype}",
+                    "kv_cache": rows or f"*{dtype}",
                     "out": f"*{dtype}" if splits == 1 else "*fp32",
                     "slots": "*i32",
                     "lse": "*fp32",
@@ -133,12 +165,10 @@ def attention_variants(
                     "KEYS": steps * config.block_n,
                     "PAGE": 64,
                     "PAGES_ADJOIN": layout == "aligned",
-                    "LATENT": launch.LATENT_DIM,
-                    "ROPE": launch.ROPE_DIM,
                     "BLOCK_H": config.block_h,
                     "BLOCK_N": config.block_n,
-                    "LATENT_DOWN": config.latent_down,
                     "INTERPRETED": False,
+                    **constants_of(config),
                 },
                 integer,
                 aligned,
@@ -148,26 +178,29 @@ def attention_variants(
                     "maxnreg": config.max_registers,
                 },
             )
-            name = f"sm{arch}-sparse_mla-{dtype}-h{heads}-t{tokens}-s{splits}-{layout}"
+            name = f"sm{arch}-{attention}-{dtype}-h{heads}-t{tokens}-s{splits}-{layout}"
             results.append({"name": name, "arch": arch, **measured})
-    if layout == "aligned" and dtype == "fp16":  # all its strides are its own
-        for splits in MERGES:
-            measured = compile_for(
-                merging._merge_kernel,
-                arch,
-                {"part": "*fp32", "part_lse": "*fp32", "out": f"*{dtype}"}
-                | {"lse": "*fp32"},
-                {
-                    "SPLITS": splits,
-                    "LATENT": launch.LATENT_DIM,
-                    "BLOCK_D": merging.merge_block(splits),
-                },
-                integer,
-                aligned,
-                {"num_warps": 4},
-            )
-            name = f"sm{arch}-merge-s{splits}"
-            results.append({"name": name, "arch": arch, **measured})
+    return results
+
+
+def merge_variants(arch: int) -> list[dict[str, object]]:
+    """The strides of the merge are its own, so there is one layout."""
+    results = []
+    for splits in MERGES:
+        measured = compile_for(
+            merging._merge_kernel,
+            arch,
+            {"part": "*fp32", "part_lse": "*fp32", "out": "*fp16", "lse": "*fp32"},
+            {
+                "SPLITS": splits,
+                "LATENT": launch.LATENT_DIM,
+                "BLOCK_D": merging.merge_block(splits),
+            },
+            "i32",
+            True,
+            {"num_warps": 4},
+        )
+        results.append({"name": f"sm{arch}-merge-s{splits}", "arch": arch, **measured})
     return results
 
 
@@ -229,13 +262,18 @@ def mqa_variants(arch: int, layout: str) -> list[dict[str, object]]:
 def variants(archs: list[int]) -> list[dict[str, object]]:
     results = []
     for arch in archs:
+        results += merge_variants(arch)
         for layout in LAYOUTS:
             if layout != "odd":  # the indexer's kernels refuse such a cache
                 results += mqa_variants(arch, layout)
             integer = "i64" if layout == "wide" else "i32"
             aligned = layout != "odd"
-            for dtype in ("fp16", "bf16") if aligned else ("bf16",):
-                results += attention_variants(arch, layout, dtype, integer, aligned)
+            for dtype, attention in product(
+                ("fp16", "bf16") if aligned else ("bf16",), ATTENTION
+            ):
+                results += attention_variants(
+                    attention, arch, layout, dtype, integer, aligned
+                )
             measured = compile_for(
                 lookup._slots_kernel,
                 arch,

@@ -5,6 +5,7 @@ The kernels are right when they agree with this file; nothing here is fast.
 
     sparse_mla          every token attends to its own list of cache slots
     slots_from_positions  the page-table lookup that makes such a list
+    encode_fp8, decode_fp8  rows of 656 bytes, and the numbers that they stand for
 """
 
 import math
@@ -50,6 +51,42 @@ def sparse_mla(
         lse[t] = torch.logsumexp(scores, dim=1)
         out[t] = torch.softmax(scores, dim=1) @ rows[:, :LATENT_DIM]
     return out, lse
+
+
+def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes as the numbers of OCP FP8 E4M3, float64: bias 7, one NaN, no infinity."""
+    codes = codes.long()
+    sign = 1.0 - 2.0 * (codes >> 7)
+    exponent, mantissa = (codes >> 3) & 15, (codes & 7).double()
+    normal = (8 + mantissa) * torch.exp2(exponent.double() - 10)
+    numbers = sign * torch.where(exponent == 0, mantissa * 2.0**-9, normal)
+    return torch.where((codes & 127) == 127, torch.nan, numbers)
+
+
+def decode_fp8(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`fp8_ds_mla` rows, `[..., 656]` uint8, as `[..., 576]` float64.
+
+    512 e4m3 latents, then four float32 scales, one for 128 latents each, then 64
+    rotary values in `dtype`.
+    """
+    latents = decode_e4m3(rows[..., :512]).unflatten(-1, (4, 128))
+    scales = rows[..., 512:528].contiguous().view(torch.float32).double()
+    rope = rows[..., 528:].contiguous().view(dtype).double()
+    return torch.cat([(latents * scales[..., None]).flatten(-2), rope], dim=-1)
+
+
+def encode_fp8(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse, rounded: `[..., 576]` as `[..., 656]` uint8.
+
+    The largest latent of a group becomes 448, the largest number of e4m3.
+    """
+    latents = rows[..., :LATENT_DIM].float().unflatten(-1, (4, 128))
+    scales = latents.abs().amax(dim=-1) / 448
+    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (latents / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
+    rope = rows[..., LATENT_DIM:].to(dtype).contiguous()
+    parts = (codes, scales.contiguous(), rope)
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
 
 
 def slots_from_positions(

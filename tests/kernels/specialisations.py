@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "patches/files/vllm/v1/attent
 
 from ops import triton_sparse_merge as merging
 from ops import triton_sparse_mla as mla
+from ops import triton_sparse_mla_fp8 as mla_fp8
 from ops import triton_sparse_slots as lookup
 from ops import triton_sparse_warmup as warming
 
@@ -53,7 +55,9 @@ def record(kernel: triton.JITFunction, keys: Keys, capability: tuple[int, int]) 
     kernel.run = run
 
 
-def serve(heads: int, tokens: int, picks: torch.Tensor, table: torch.Tensor) -> None:
+def serve(
+    heads: int, fp8: bool, tokens: int, picks: torch.Tensor, table: torch.Tensor
+) -> None:
     """One batch as vLLM hands it over: query in two parts, corners of larger tables.
 
     The requests are as many as the tokens, and start anywhere in the table.
@@ -66,18 +70,24 @@ def serve(heads: int, tokens: int, picks: torch.Tensor, table: torch.Tensor) -> 
     )
     latent = torch.empty(heads, tokens, 512, dtype=DTYPE, device="meta").transpose(0, 1)
     rope = torch.empty(tokens, heads, 256, dtype=DTYPE, device="meta")[..., 192:]
-    cache = torch.empty(5000, PAGE, 576, dtype=DTYPE, device="meta")
     slots = torch.empty(tokens, TOPK, dtype=torch.int32, device="meta")
-    mla.sparse_mla((latent, rope), cache, slots, 256**-0.5)
+    row, dtype = (656, torch.uint8) if fp8 else (576, DTYPE)
+    cache = torch.empty(5000, PAGE, row, dtype=dtype, device="meta")
+    attend = mla_fp8.sparse_mla_fp8 if fp8 else mla.sparse_mla
+    attend((latent, rope), cache, slots, 256**-0.5)
 
 
 def keys_of(run: Callable[[], object], chip: tuple[tuple[int, int], int]) -> Keys:
     """The keys of all launches of `run`."""
     keys: Keys = set()
-    kernels = (mla._sparse_mla_kernel, merging._merge_kernel, lookup._slots_kernel)
-    for kernel in kernels:
+    for kernel in (
+        mla._sparse_mla_kernel,
+        mla_fp8._sparse_mla_fp8_kernel,
+        merging._merge_kernel,
+        lookup._slots_kernel,
+    ):
         record(kernel, keys, chip[0])
-    mla.chip = warming.chip = lambda _: chip
+    mla.chip = mla_fp8.chip = warming.chip = lambda _: chip
     run()
     return keys
 
@@ -87,23 +97,23 @@ def main() -> None:
     table = torch.empty(1003, 157, dtype=torch.int32)
     found = []
     for chip in CHIPS:
-        for heads in HEADS:
+        for heads, fp8 in product(HEADS, (False, True)):
 
-            def serve_all(heads: int = heads) -> None:
+            def serve_all(heads: int = heads, fp8: bool = fp8) -> None:
                 for tokens in range(1, MAX_TOKENS + 1):
-                    serve(heads, tokens, picks, table)
+                    serve(heads, fp8, tokens, picks, table)
 
-            def warm_up(max_tokens: int, heads: int = heads) -> None:
+            def warm_up(max_tokens: int, heads: int = heads, fp8: bool = fp8) -> None:
                 warming.warm_up.cache_clear()
                 device = torch.device("meta")
-                warming.warm_up(heads, TOPK, DTYPE, PAGE, max_tokens, device)
+                warming.warm_up(heads, TOPK, DTYPE, fp8, PAGE, max_tokens, device)
 
             needed = keys_of(serve_all, chip)
             warm = keys_of(partial(warm_up, MAX_TOKENS), chip)
             short = keys_of(partial(warm_up, 1), chip)
             found.append(
                 {
-                    "name": f"sm{chip[0][0]}{chip[0][1]}-heads{heads}",
+                    "name": f"sm{chip[0][0]}{chip[0][1]}-heads{heads}-fp8={fp8}",
                     "needed": len(needed),
                     "missed": len(needed - warm),
                     "idle": len(warm - needed),
@@ -116,7 +126,7 @@ def main() -> None:
 
     def serve_some() -> None:
         for tokens in range(1, 40):
-            serve(HEADS[0], tokens, picks, table)
+            serve(HEADS[0], False, tokens, picks, table)
 
     lookups = [key for key in keys_of(serve_some, CHIPS[0]) if key[0] == plain.__name__]
     json.dump({"chips": found, "plain_lookups": len(lookups)}, sys.stdout)

@@ -4,7 +4,7 @@
 GLM5_PATCH_RELEASE chooses the release, 0.16.0 unless set; test_backend_releases.py
 runs this file for each. The interpreter needs what
 tests/releases/requirements-select.txt lists. What is not real here: the
-configuration, of which the builder reads six values, and the indexer, whose
+configuration, of which the builder reads seven values, and the indexer, whose
 picks are drawn. The layer around the backend and the write of the cache do not run.
 """
 
@@ -43,8 +43,9 @@ def vllm_backend(release_tree: Callable[[str], Path]) -> ModuleType:
 
 
 @pytest.fixture
-def make_builder(vllm_backend: ModuleType, device: str) -> Callable[[], Any]:
+def make_builder(vllm_backend: ModuleType, device: str) -> Callable[..., Any]:
     config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
@@ -55,13 +56,18 @@ def make_builder(vllm_backend: ModuleType, device: str) -> Callable[[], Any]:
         ),
     )
     backend = vllm_backend.TritonMLASparseBackend
-    return lambda: backend.get_builder_cls()(
-        SimpleNamespace(block_size=PAGE), ["layer"], config, torch.device(device)
-    )
+
+    def make(kv: str = "auto") -> Any:
+        config.cache_config.cache_dtype = kv
+        return backend.get_builder_cls()(
+            SimpleNamespace(block_size=PAGE), ["layer"], config, torch.device(device)
+        )
+
+    return make
 
 
 @pytest.fixture
-def builder(make_builder: Callable[[], Any]) -> Any:
+def builder(make_builder: Callable[..., Any]) -> Any:
     return make_builder()
 
 
@@ -130,6 +136,14 @@ def batch(device: str, tokens: int, blocks: int, dtype: torch.dtype) -> Any:
     )
 
 
+def in_fp8(data: Any) -> Any:
+    """The same batch with a cache of bytes, and the numbers that these stand for."""
+    dtype = data.q[0].dtype
+    cache = reference.encode_fp8(data.cache, dtype)
+    rows = reference.decode_fp8(cache.cpu(), dtype).to(cache.device)
+    return SimpleNamespace(q=data.q, picks=data.picks, cache=cache, rows=rows)
+
+
 def expect(data: Any, table: torch.Tensor, req_of_token: list[int]) -> Any:
     slots = reference.slots_from_positions(
         data.picks[: len(req_of_token)],
@@ -138,14 +152,17 @@ def expect(data: Any, table: torch.Tensor, req_of_token: list[int]) -> Any:
         PAGE,
     )
     q = torch.cat(data.q, dim=-1)[: len(req_of_token)]
-    return reference.sparse_mla(q, data.cache, slots.to(q.device), SCALE)
+    rows = getattr(data, "rows", data.cache)
+    return reference.sparse_mla(q, rows, slots.to(q.device), SCALE)
 
 
+@pytest.mark.parametrize("kv", ["auto", "fp8_ds_mla"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3], [5, 1, 9]], ids=str)
 def test_a_batch_agrees_with_the_reference(
     query_lens: list[int],
     dtype: torch.dtype,
+    kv: str,
     vllm_backend: ModuleType,
     builder: Any,
     device: str,
@@ -158,8 +175,10 @@ def test_a_batch_agrees_with_the_reference(
     assert metadata.num_decode_tokens == metadata.num_actual_tokens
 
     data = batch(device, len(owners) + 1, 4 * len(query_lens), dtype)
+    if kv == "fp8_ds_mla":
+        data = in_fp8(data)
     indexer = SimpleNamespace(topk_indices_buffer=data.picks)
-    impl = make_impl(vllm_backend, indexer=indexer)
+    impl = make_impl(vllm_backend, indexer=indexer, kv_cache_dtype=kv)
     out, lse = impl.forward_mqa(data.q, data.cache, metadata, None)
     wanted_out, wanted_lse = expect(data, cm.block_table_tensor, [*owners, -1])
     check_out("batch", out, wanted_out)
@@ -205,16 +224,19 @@ def test_the_buffers_of_a_captured_graph_stay_where_they_are(
     assert first.data_ptr() == second.data_ptr()
 
 
+@pytest.mark.parametrize("kv", ["auto", "fp8_ds_mla"])
 def test_a_builder_has_the_kernels_compiled_for_all_its_batches(
     vllm_backend: ModuleType,
-    make_builder: Callable[[], Any],
+    make_builder: Callable[..., Any],
+    kv: str,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
     monkeypatch.setattr(vllm_backend, "warm_up", lambda *how: asked.append(how))
-    make_builder()
-    wanted = (HEADS, TOPK, torch.float16, PAGE, MAX_TOKENS, torch.device(device))
+    make_builder(kv)
+    fp8 = kv == "fp8_ds_mla"
+    wanted = (HEADS, TOPK, torch.float16, fp8, PAGE, MAX_TOKENS, torch.device(device))
     assert asked == [wanted]
 
 
@@ -295,16 +317,47 @@ def test_sm75_is_not_served(vllm_backend: ModuleType) -> None:
     ]
 
 
-@pytest.mark.parametrize("kv", ["fp8", "fp8_e4m3", "fp8_ds_mla"])
-def test_a_quantised_cache_is_refused_in_a_sentence(
+@pytest.mark.parametrize("kv", ["fp8", "fp8_e4m3"])
+def test_another_quantised_cache_is_refused_in_a_sentence(
     kv: str, vllm_backend: ModuleType
 ) -> None:
     assert reasons(vllm_backend, kv_cache_dtype=kv, dtype=torch.bfloat16) == [
         "kv_cache_dtype not supported",
-        "TRITON_MLA_SPARSE keeps the KV cache in the model's own dtype, bfloat16, but "
-        f"kv_cache_dtype is {kv!r} (a checkpoint can set that by itself): pass "
-        "--kv-cache-dtype bfloat16, which stands for any 16-bit cache",
+        "TRITON_MLA_SPARSE keeps the KV cache in the model's own dtype, bfloat16, or "
+        f"in fp8_ds_mla, but kv_cache_dtype is {kv!r} (a checkpoint can set that by "
+        "itself): pass --kv-cache-dtype bfloat16, which stands for any 16-bit cache, "
+        "or fp8_ds_mla",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fp8_ds_mla_is_served_in_either_dtype(
+    dtype: torch.dtype, vllm_backend: ModuleType
+) -> None:
+    assert not reasons(vllm_backend, kv_cache_dtype="fp8_ds_mla", dtype=dtype)
+
+
+@pytest.mark.parametrize(("kv", "row"), [("auto", 576), ("fp8_ds_mla", 656)])
+def test_the_cache_has_the_size_that_vllm_reserves(
+    kv: str, row: int, vllm_backend: ModuleType
+) -> None:
+    """vLLM's page size is its own formula; a shape of another size cannot be viewed."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    torch_utils = importlib.import_module("vllm.utils.torch_utils")
+    model = SimpleNamespace(dtype=torch.bfloat16)
+    dtype = torch_utils.kv_cache_dtype_str_to_dtype(kv, model)
+    shape = vllm_backend.TritonMLASparseBackend.get_kv_cache_shape(
+        7, PAGE, 1, ROW_DIM, cache_dtype_str=kv
+    )
+    assert shape == (7, PAGE, row)
+    spec = interface.MLAAttentionSpec(
+        block_size=PAGE,
+        num_kv_heads=1,
+        head_size=ROW_DIM,
+        dtype=dtype,
+        cache_dtype_str=kv,
+    )
+    assert 7 * spec.page_size_bytes == torch.empty(shape, dtype=dtype).nbytes
 
 
 def test_bfloat16_names_any_16_bit_cache(vllm_backend: ModuleType) -> None:

@@ -18,6 +18,7 @@ CAPABILITY = (8, 6)  # what the interpreter pretends to be
 SHAPES = [
     ("attention", "float16", 5, 256, 8),
     ("attention", "float16", 1, 256, 17),
+    ("attention_fp8", "float16", 5, 256, 8),
     ("decode", "float8", 3, 128, 32),
     ("prefill", "float8", 5, 128, 32),
 ]
@@ -84,6 +85,7 @@ def test_wrong_kernels_are_found_wrong(
 ) -> None:
     for name, function in (
         ("triton_sparse_mla", "sparse_mla"),
+        ("triton_sparse_mla_fp8", "sparse_mla_fp8"),
         ("triton_mqa_logits", "paged_mqa_logits"),
         ("triton_mqa_logits", "mqa_logits"),
     ):
@@ -97,7 +99,7 @@ def test_wrong_kernels_are_found_wrong(
 def test_the_lse_and_the_empty_token_are_looked_at(device: str) -> None:
     sparse_mla = kernels.kernel_module("triton_sparse_mla").sparse_mla
     pool = attention.draw_pool(4, torch.float16, device)
-    q = attention.draw_queries(3, 8, pool)
+    q = attention.draw_queries(3, 8, torch.float16, device)
     slots = attention.draw_slots(1, 3, pool, topk=64)[0]
 
     def wrong_lse(*arguments: Any) -> Any:
@@ -141,6 +143,8 @@ def test_inputs_are_those_of_the_kernels() -> None:
     assert (indexer.DIM, indexer.PAGE) == (mqa.HEAD_DIM, mqa.PAGE)
     assert indexer.ROW_BYTES == mqa.ROW_BYTES
     assert attention.ROW_DIM == launch.ROW_DIM
+    fp8 = kernels.kernel_module("triton_sparse_mla_fp8")
+    assert attention.FP8_ROW_BYTES == fp8.ROW_BYTES
 
 
 def test_neighbours_share_what_they_should() -> None:
@@ -152,16 +156,14 @@ def test_neighbours_share_what_they_should() -> None:
     assert not torch.equal(slots[0, :48], slots[16, :48])
 
 
-@pytest.mark.parametrize("kind", ["float16", "bytes"])
-def test_the_ceiling_reads_every_row(kind: str, device: str) -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["float16", "fp8"])
+def test_the_ceiling_reads_every_row(fp8: bool, device: str) -> None:
     """Its sums are those of the rows: a kernel that reads less would be a lie."""
-    pool = attention.draw_pool(4, torch.float16, device)
-    if kind == "bytes":
-        pool = (pool * 1000).short().view(torch.uint8)[..., :656].contiguous()
+    pool = attention.draw_pool(4, torch.float16, device, fp8)
     slots = attention.draw_slots(1, 2, pool, topk=256)[0]
     sums = torch.empty(8, device=device)
     gather(pool, slots, sums)
-    numbers = pool.view(torch.int16) if kind == "bytes" else pool
+    numbers = pool.view(torch.int16) if fp8 else pool
     rows = numbers.flatten(0, 1)[slots.long()].double()
     expected = rows.sum(dim=2).view(8, 64).sum(dim=1)
     torch.testing.assert_close(sums.double(), expected, rtol=1e-4, atol=1e-3)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from compile_variants import (
+    ATTENTION,
     INDEX_HEADS,
     LAYOUTS,
     MERGES,
@@ -16,7 +17,7 @@ from compile_variants import (
     SHAPES,
     SHARED_LIMIT,
 )
-from ops.triton_sparse_launch import MAX_HEADS, launch_config
+from ops.triton_sparse_launch import MAX_HEADS
 
 SCRIPT = Path(__file__).with_name("compile_variants.py")
 
@@ -46,24 +47,29 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Variants:
 
 def test_all_chips_dtypes_shapes_and_layouts_are_there(variants: Variants) -> None:
     for arch in SHARED_LIMIT:
-        configs = {launch_config(divmod(arch, 10), *shape) for shape in SHAPES}
+        configs = [
+            {attention.config_of(divmod(arch, 10), *shape) for shape in SHAPES}
+            for attention in ATTENTION.values()
+        ]
         ours = [name for name in variants if name.startswith(f"sm{arch}-")]
         # aligned: 3 numbers of splits in 2 dtypes; wide: 2 dtypes; odd: one
-        attention = len(configs) * 9 + len(MERGES)
+        attention = sum(map(len, configs)) * 9 + len(MERGES)
         # prefill, and decode for each number of tokens; not in the odd layout
         indexer = len(INDEX_HEADS) * (1 + len(NEXT_N)) * (len(LAYOUTS) - 1)
         assert len(ours) == attention + indexer + len(LAYOUTS)
 
 
+@pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
-def test_the_shapes_stand_for_all(arch: int) -> None:
+def test_the_shapes_stand_for_all(arch: int, attention: str) -> None:
     capability = divmod(arch, 10)
+    config_of = ATTENTION[attention].config_of
     every = {
-        launch_config(capability, heads, tokens)
+        config_of(capability, heads, tokens)
         for heads in range(1, MAX_HEADS + 1)
         for tokens in (*range(1, 300), 8192)
     }
-    assert every == {launch_config(capability, *shape) for shape in SHAPES}
+    assert every == {config_of(capability, *shape) for shape in SHAPES}
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)

@@ -29,7 +29,7 @@ def binaries() -> dict[str, Any]:
 
 def test_every_batch_finds_its_binaries(binaries: dict[str, Any]) -> None:
     """1 to 8192 tokens, on five chips, by Triton's own keys; and none for nothing."""
-    assert len(binaries["chips"]) == len(CHIPS) * len(HEADS)
+    assert len(binaries["chips"]) == len(CHIPS) * len(HEADS) * 2
     for found in binaries["chips"]:
         assert (found["missed"], found["idle"]) == (0, 0), found
         assert 8 < found["needed"] < 20, found
@@ -52,7 +52,7 @@ def test_it_runs_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         triton_sparse_warmup, "sparse_mla", lambda q, *_: runs.append(list(q.shape))
     )
     triton_sparse_warmup.warm_up.cache_clear()
-    how = (8, 64, torch.float16, 64, 200, torch.device(device))
+    how = (8, 64, torch.float16, False, 64, 200, torch.device(device))
     for _ in range(2):
         triton_sparse_warmup.warm_up(*how)
     triton_sparse_warmup.warm_up.cache_clear()

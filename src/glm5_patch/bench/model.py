@@ -15,6 +15,13 @@ HEADS = (8, 16, 64)
 """Of one GPU: GLM-5 has 64, which 8, 4 or 1 of them share."""
 TOKENS = (1, 8, 32, 128, 2048)
 INDEX_HEADS = 32
+KERNELS = {
+    "attention": "attention",
+    "attention_fp8": "attention, fp8 cache",
+    "decode": "indexer, decode",
+    "prefill": "indexer, prefill",
+}
+"""Names for people, by those that the child knows."""
 CONTEXT = 32_768
 REPEATS = 30
 
@@ -23,7 +30,7 @@ class Shape(NamedTuple):
     """One call of one kernel."""
 
     kernel: str
-    """``attention``, or the indexer's ``decode`` or ``prefill``."""
+    """One of ``KERNELS``."""
     dtype: str
     tokens: int
     keys: int
@@ -31,10 +38,9 @@ class Shape(NamedTuple):
     heads: int
 
     def __str__(self) -> str:
-        name = self.kernel if self.kernel == "attention" else f"indexer, {self.kernel}"
         return (
-            f"{name}: {self.dtype}, {self.tokens} tokens, {self.heads} heads, "
-            f"{self.keys} keys"
+            f"{KERNELS[self.kernel]}: {self.dtype}, {self.tokens} tokens, "
+            f"{self.heads} heads, {self.keys} keys"
         )
 
 
@@ -62,8 +68,8 @@ class Chip:
     torch: str
     triton: str
     cuda: str
-    pool_bytes: int
-    """Of the cache that attention read its rows from."""
+    pool_blocks: int
+    """Of the cache that attention read its rows from, 64 tokens each."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ def shapes(
     found: list[Shape] = []
     if "sparse-backend" in features:
         found += [
-            Shape("attention", dtype, tokens, TOPK, heads)
+            Shape(kernel, dtype, tokens, TOPK, heads)
+            for kernel in ("attention", "attention_fp8")
             for dtype in dtypes
             for heads in (HEADS[:1] if quick else HEADS)
             for tokens in (TOKENS[::2] if quick else TOKENS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from glm5_patch.bench.model import Chip, Ran, Row
+from glm5_patch.bench.model import KERNELS, Chip, Ran, Row
 from glm5_patch.report import Table
 
 _HEADS = (
@@ -25,10 +25,10 @@ def notes(chip: Chip) -> tuple[str, ...]:
         f"Python {chip.python}, torch {chip.torch}, triton {chip.triton}, "
         f"CUDA {chip.cuda}",
     ]
-    if chip.pool_bytes:
+    if chip.pool_blocks:
         lines.append(
-            f"attention reads from a cache of {chip.pool_bytes / 1e9:.2f} GB, and "
-            "2048 tokens from 0.04 GB of it; 'read' is the same rows and nothing else"
+            f"attention reads from a cache of {64 * chip.pool_blocks} tokens, that of "
+            "2048 tokens from 32768 of it; 'read' is the same rows and nothing else"
         )
     return tuple(lines)
 
@@ -54,10 +54,9 @@ def faults(answer: Ran) -> tuple[str, ...]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     shape = row.shape
-    name = shape.kernel if shape.kernel == "attention" else f"indexer {shape.kernel}"
     ratio = row.us / row.read_us if row.us and row.read_us else None
     return (
-        name,
+        KERNELS[shape.kernel],
         shape.dtype,
         str(shape.tokens),
         str(shape.heads),

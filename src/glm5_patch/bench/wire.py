@@ -55,7 +55,7 @@ def _chip(document: dict[str, Any]) -> Chip:
         torch=_text(document["torch"]),
         triton=_text(document["triton"]),
         cuda=_text(document["cuda"]),
-        pool_bytes=_count(document["pool_bytes"]),
+        pool_blocks=_count(document["pool_blocks"]),
     )
 
 

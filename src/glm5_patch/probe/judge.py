@@ -21,7 +21,7 @@ BLACKWELL = Capability(10, 0)
 
 CAPABILITIES = (*OURS, HOPPER, BLACKWELL)
 DTYPES = ("float16", "bfloat16")
-KV_CACHE_DTYPES = ("auto", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla")
 CASES = tuple(Case(*each) for each in product(CAPABILITIES, DTYPES, KV_CACHE_DTYPES))
 BLOCK_SIZE_ON = (Capability(12, 0), Capability(8, 0))
 BLOCK_SIZE = 64

@@ -31,7 +31,7 @@ class Case(NamedTuple):
     dtype: str
     """The model's dtype as torch names it: ``float16``, ``bfloat16``."""
     kv_cache_dtype: str
-    """As ``--kv-cache-dtype`` takes it: ``auto``, ``bfloat16``."""
+    """As ``--kv-cache-dtype`` takes it: ``auto``, ``bfloat16``, ``fp8_ds_mla``."""
 
     def __str__(self) -> str:
         return f"{self.capability} {self.dtype} kv={self.kv_cache_dtype}"

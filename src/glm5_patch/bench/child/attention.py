@@ -15,7 +15,9 @@ PAGE, TOPK = 64, 2048
 LATENT_DIM, ROW_DIM = 512, 576
 SCALE = 256**-0.5
 ROW_BYTES = 2 * ROW_DIM
-BLOCK_BYTES = PAGE * ROW_BYTES
+FP8_ROW_BYTES = 656
+"""Of ``fp8_ds_mla``: 512 e4m3 latents, 4 float32 scales, 64 rotary 16-bit values."""
+GROUPS, GROUP, E4M3_MAX = 4, 128, 448
 
 DECODE_TOKENS = 128
 """Up to here a batch is timed as decode: rows from memory, ten sets of them in turn."""
@@ -32,17 +34,35 @@ SparseMLA = Callable[
 ]
 
 
-def draw_pool(num_blocks: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A cache ``[num_blocks, PAGE, ROW_DIM]`` of normal numbers."""
-    pool = torch.empty(num_blocks, PAGE, ROW_DIM, dtype=dtype, device=device)
+def draw_pool(
+    num_blocks: int, dtype: torch.dtype, device: str, fp8: bool = False
+) -> torch.Tensor:
+    """A cache of normal numbers, ``[num_blocks, PAGE, ROW_DIM]``.
+
+    With ``fp8`` it is one of bytes, ``[num_blocks, PAGE, FP8_ROW_BYTES]``.
+    """
+    if not fp8:
+        pool = torch.empty(num_blocks, PAGE, ROW_DIM, dtype=dtype, device=device)
+        for piece in pool.split(4096):
+            piece.normal_()
+        return pool
+    shape = (num_blocks, PAGE, FP8_ROW_BYTES)
+    pool = torch.empty(shape, dtype=torch.uint8, device=device)
     for piece in pool.split(4096):
-        piece.normal_()
+        latents = torch.randn(*piece.shape[:2], GROUPS, GROUP, device=device)
+        scales = latents.abs().amax(dim=-1) / E4M3_MAX
+        codes = (latents / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
+        rope = torch.randn(*piece.shape[:2], ROW_DIM - LATENT_DIM, device=device)
+        parts = (codes, scales, rope.to(dtype))
+        torch.cat([part.view(torch.uint8) for part in parts], dim=-1, out=piece)
     return pool
 
 
-def draw_queries(tokens: int, heads: int, pool: torch.Tensor) -> torch.Tensor:
-    """``[tokens, heads, ROW_DIM]`` normal numbers, of the pool's dtype."""
-    return torch.randn(tokens, heads, ROW_DIM, device=pool.device).to(pool.dtype)
+def draw_queries(
+    tokens: int, heads: int, dtype: torch.dtype, device: str
+) -> torch.Tensor:
+    """``[tokens, heads, ROW_DIM]`` normal numbers."""
+    return torch.randn(tokens, heads, ROW_DIM, device=device).to(dtype)
 
 
 def draw_slots(
@@ -101,12 +121,24 @@ def _definition(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[H, 512]`` and LSE ``[H]`` of one token, float64."""
-    rows = pool.view(-1, ROW_DIM)[slots[slots >= 0].long()].double()
+    rows = _numbers(pool.flatten(0, 1)[slots[slots >= 0].long()], q.dtype)
     scores = SCALE * (q.double() @ rows.T)
     lse = torch.logsumexp(scores, dim=1)
     if len(rows) == 0:
         return torch.zeros_like(scores @ rows)[:, :LATENT_DIM], lse
     return torch.softmax(scores, dim=1) @ rows[:, :LATENT_DIM], lse
+
+
+def _numbers(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What rows of either cache stand for, ``[n, ROW_DIM]`` float64."""
+    if rows.dtype != torch.uint8:
+        return rows.double()
+    widths = (LATENT_DIM, 4 * GROUPS, 2 * (ROW_DIM - LATENT_DIM))
+    codes, scales, rope = (part.contiguous() for part in rows.split(widths, dim=1))
+    latents = codes.view(torch.float8_e4m3fn).float().double()
+    latents = latents.unflatten(1, (GROUPS, GROUP))
+    latents = latents * scales.view(torch.float32).double()[..., None]
+    return torch.cat([latents.flatten(1), rope.view(dtype).double()], dim=1)
 
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -116,20 +148,21 @@ def _relative(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.where(difference == 0, 0.0, difference / size)
 
 
-def measure(
+def read_us(pool: torch.Tensor, slots: torch.Tensor, repeats: int) -> float:
+    """Microseconds for reading the rows of ``slots``, ``[sets, T, topk]``, alone."""
+    sets, tokens, topk = slots.shape
+    sums = torch.empty(tokens * topk // 64, dtype=torch.float32, device=pool.device)
+    read = Rotation(lambda s: gather(pool, s, sums), slots.unbind())
+    return graph_us(read, sets, repeats)
+
+
+def kernel_us(
     sparse_mla: SparseMLA,
     q: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
     repeats: int,
-) -> tuple[float, float]:
-    """Microseconds of the kernel, and of reading the same rows.
-
-    ``slots`` is ``[sets, T, topk]``; a captured graph takes each set once.
-    """
-    sets, tokens, topk = slots.shape
-    sums = torch.empty(tokens * topk // 64, dtype=torch.float32, device=q.device)
-    read = Rotation(lambda s: gather(pool, s, sums), slots.unbind())
+) -> float:
+    """Microseconds of the kernel; a captured graph takes each set of slots once."""
     ours = Rotation(lambda s: sparse_mla(q, pool, s, SCALE), slots.unbind())
-    read_us = graph_us(read, sets, repeats)
-    return graph_us(ours, sets, repeats), read_us
+    return graph_us(ours, len(slots), repeats)

@@ -14,13 +14,16 @@ import triton
 
 from . import attention, indexer
 from .answer import NotRun
+from .attention import SparseMLA
 from .kernels import from_installed, kernel_module
 from .timing import Rotation, graph_us
 
 OLDEST_MAJOR = 8
 HEADROOM_BYTES = 1 << 30
 """For queries, results and the kernels themselves: the largest batch takes 0.4 GB."""
-LEAST_BYTES = HEADROOM_BYTES + attention.PREFILL_BLOCKS * attention.BLOCK_BYTES
+LEAST_BYTES = HEADROOM_BYTES + (
+    attention.PREFILL_BLOCKS * attention.PAGE * attention.ROW_BYTES
+)
 INDEXER_POOL_BYTES = 4 << 30
 _FAULT_LENGTH = 300
 
@@ -35,7 +38,7 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     bench = _Bench(free, request["repeats"])
     rows = [_guarded(bench, *shape) for shape in request["shapes"]]
-    return {"chip": chip | {"pool_bytes": bench.pool_bytes}, "rows": rows}
+    return {"chip": chip | {"pool_blocks": bench.pool_blocks}, "rows": rows}
 
 
 def _chip() -> dict[str, Any]:
@@ -117,7 +120,7 @@ def _is_right(row: Row, error: float) -> bool:
 class _Bench:
     """One method for each kernel, by its name in a request. ``repeats`` 0: check only.
 
-    ``pool_bytes`` is the size of the last cache that attention read from.
+    ``pool_blocks`` is the size of the last cache that attention read from.
     """
 
     def __init__(self, free: int, repeats: int, device: str = "cuda") -> None:
@@ -125,17 +128,37 @@ class _Bench:
         self._repeats = repeats
         self._device = device
         self._pool: torch.Tensor | None = None
-        self.pool_bytes = 0
+        self._pool_kind: tuple[torch.dtype, bool] | None = None
+        self.pool_blocks = 0
 
     def attention(
         self, row: Row, dtype: str, tokens: int, keys: int, heads: int
     ) -> None:
-        row["bytes"] = tokens * keys * attention.ROW_BYTES
         launch = kernel_module("triton_sparse_launch")
-        sparse_mla = kernel_module("triton_sparse_mla").sparse_mla
-        pool = self._pool_of(getattr(torch, dtype))
+        kernel = kernel_module("triton_sparse_mla").sparse_mla
+        pool = self._pool_of(getattr(torch, dtype), fp8=False)
+        self._attend(row, kernel, launch.launch_config, pool)
+
+    def attention_fp8(
+        self, row: Row, dtype: str, tokens: int, keys: int, heads: int
+    ) -> None:
+        launch = kernel_module("triton_sparse_launch")
+        kernel = kernel_module("triton_sparse_mla_fp8").sparse_mla_fp8
+        pool = self._pool_of(getattr(torch, dtype), fp8=True)
+        self._attend(row, kernel, launch.launch_config_fp8, pool)
+
+    def _attend(
+        self,
+        row: Row,
+        kernel: SparseMLA,
+        launch_config: Any,
+        pool: torch.Tensor,
+    ) -> None:
+        _, dtype, tokens, keys, heads = row["shape"]
+        row["bytes"] = tokens * keys * pool.shape[2] * pool.element_size()
+        launch = kernel_module("triton_sparse_launch")
         capability, processors = launch.chip(pool.device)
-        config = launch.launch_config(capability, heads, tokens)
+        config = launch_config(capability, heads, tokens)
         splits = launch.num_splits(config, heads, tokens, keys, processors)
         row["launch"] = (
             f"{config.block_h} x {config.block_n}, {config.num_warps} warps, "
@@ -146,12 +169,11 @@ class _Bench:
             pool = pool[: attention.PREFILL_BLOCKS]
         sets = 10 if decode and self._repeats else 1
         slots = attention.draw_slots(sets, tokens, pool, topk=keys)
-        q = attention.draw_queries(tokens, heads, pool)
-        error = attention.check(sparse_mla, q, pool, slots[0])
+        q = attention.draw_queries(tokens, heads, getattr(torch, dtype), self._device)
+        error = attention.check(kernel, q, pool, slots[0])
         if _is_right(row, error) and self._repeats:
-            row["us"], row["read_us"] = attention.measure(
-                sparse_mla, q, pool, slots, self._repeats
-            )
+            row["read_us"] = attention.read_us(pool, slots, self._repeats)
+            row["us"] = attention.kernel_us(kernel, q, pool, slots, self._repeats)
 
     def decode(self, row: Row, dtype: str, tokens: int, keys: int, heads: int) -> None:
         row["bytes"] = tokens * keys * indexer.ROW_BYTES
@@ -177,15 +199,17 @@ class _Bench:
         if _is_right(row, error) and self._repeats:
             row["us"] = graph_us(lambda: mqa.mqa_logits(**inputs), 1, self._repeats)
 
-    def _pool_of(self, dtype: torch.dtype) -> torch.Tensor:
-        if self._pool is None or self._pool.dtype != dtype:
+    def _pool_of(self, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
+        if self._pool is None or self._pool_kind != (dtype, fp8):
             self._drop_pool()
+            row_bytes = attention.FP8_ROW_BYTES if fp8 else attention.ROW_BYTES
             blocks = attention.PREFILL_BLOCKS
             if self._repeats:
-                affordable = self._free // attention.BLOCK_BYTES
+                affordable = self._free // (attention.PAGE * row_bytes)
                 blocks = max(blocks, min(attention.POOL_BLOCKS, affordable))
-            self._pool = attention.draw_pool(blocks, dtype, self._device)
-            self.pool_bytes = blocks * attention.BLOCK_BYTES
+            self._pool = attention.draw_pool(blocks, dtype, self._device, fp8)
+            self._pool_kind = (dtype, fp8)
+            self.pool_blocks = blocks
         return self._pool
 
     def _drop_pool(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRITON_MLA_SPARSE: sparse MLA (GLM-5, DeepSeek-V3.2) on any GPU from SM80 on.
 
-vLLM glue only; the work is in `vllm.v1.attention.ops.triton_sparse_mla`. One
+vLLM glue only; the work is in `vllm.v1.attention.ops.triton_sparse_mla*`. One
 file serves vLLM 0.16.0 to 0.33.0. It defines everything that any of them asks
 for, takes sizes and strides from the tensors, and asks for a version nowhere;
 the one thing it must branch on is the base class below.
@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.ops.triton_sparse_launch import LATENT_DIM, ROW_DIM
 from vllm.v1.attention.ops.triton_sparse_mla import sparse_mla
+from vllm.v1.attention.ops.triton_sparse_mla_fp8 import ROW_BYTES, sparse_mla_fp8
 from vllm.v1.attention.ops.triton_sparse_slots import slots_from_positions
 from vllm.v1.attention.ops.triton_sparse_warmup import warm_up
 
@@ -29,6 +30,8 @@ except ImportError:  # 0.26.0 on: the layer reads `is_sparse`
 
 # The indexer's cache accepts pages of 64 only, and both share one page table.
 PAGE = 64
+# vLLM's name for rows of e4m3 latents with scales; its own operator writes them.
+FP8 = "fp8_ds_mla"
 
 
 class TritonMLASparseBackend(AttentionBackend):
@@ -36,7 +39,12 @@ class TritonMLASparseBackend(AttentionBackend):
 
     accept_output_buffer = True  # read up to 0.19.1
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        FP8,
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -62,7 +70,9 @@ class TritonMLASparseBackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        return (num_blocks, block_size, head_size)
+        # In elements of the cache, which are bytes for FP8.
+        row = ROW_BYTES if cache_dtype_str == FP8 else head_size
+        return (num_blocks, block_size, row)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -99,13 +109,13 @@ class TritonMLASparseBackend(AttentionBackend):
         # For GLM-5 "bfloat16" means "16 bits, not quantised": the patch's hook in
         # models/config.py turns it into "auto" before a layer is built, as vLLM does
         # for DeepSeek-V3.2. So it is right for either dtype; "float16" is not turned.
-        if kv_cache_dtype in (None, "auto", "bfloat16", _dtype_name(dtype)):
+        if kv_cache_dtype in (None, "auto", "bfloat16", _dtype_name(dtype), FP8):
             return None
         return (
             f"TRITON_MLA_SPARSE keeps the KV cache in the model's own dtype, "
-            f"{_dtype_name(dtype)}, but kv_cache_dtype is {kv_cache_dtype!r} (a "
-            f"checkpoint can set that by itself): pass --kv-cache-dtype bfloat16, "
-            f"which stands for any 16-bit cache"
+            f"{_dtype_name(dtype)}, or in {FP8}, but kv_cache_dtype is "
+            f"{kv_cache_dtype!r} (a checkpoint can set that by itself): pass "
+            f"--kv-cache-dtype bfloat16, which stands for any 16-bit cache, or {FP8}"
         )
 
 
@@ -160,6 +170,7 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[TritonMLASparseMet
             model_config.get_num_attention_heads(vllm_config.parallel_config),
             self.topk_tokens,
             model_config.dtype,
+            vllm_config.cache_config.cache_dtype == FP8,
             PAGE,
             max_tokens,
             device,
@@ -260,6 +271,7 @@ class TritonMLASparseImpl(_ImplBase[TritonMLASparseMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self._attend = sparse_mla_fp8 if kv_cache_dtype == FP8 else sparse_mla
         self.kv_lora_rank = kv_lora_rank
         self._indexer = indexer
         self._topk_indices_buffer = topk_indices_buffer
@@ -302,7 +314,7 @@ class TritonMLASparseImpl(_ImplBase[TritonMLASparseMetadata]):
             attn_metadata.req_of_token[:num_tokens],
             page=kv_c_and_k_pe_cache.shape[1],
         )
-        return sparse_mla(q, kv_c_and_k_pe_cache, slots, self.scale)
+        return self._attend(q, kv_c_and_k_pe_cache, slots, self.scale)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
