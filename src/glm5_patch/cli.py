@@ -202,7 +202,7 @@ def bench(
         str, typer.Option(metavar="NAME", help="Of the attention: float16 or bfloat16.")
     ] = "bfloat16",
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few shapes, about a minute.")
+        bool, typer.Option("--quick", help="Fewer sizes.")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,

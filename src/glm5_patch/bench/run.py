@@ -12,7 +12,7 @@ from glm5_patch.bench.wire import decode, encode
 from glm5_patch.child.process import Child
 
 TIMEOUT_S = 1800.0
-"""Most of it is compiling: some 20 binaries, of up to 10 s each on a slow host."""
+"""Most of it is compiling, which takes as long as the host is slow."""
 
 _CHILD = Path(__file__).with_name("child")
 
