@@ -201,9 +201,7 @@ def bench(
     dtype: Annotated[
         str, typer.Option(metavar="NAME", help="Of the attention: float16 or bfloat16.")
     ] = "bfloat16",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer sizes.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
