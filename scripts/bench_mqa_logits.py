@@ -13,22 +13,23 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from graph_timing import graph_us
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "patches/files/vllm/v1/attention"))
 
 from ops import triton_mqa_logits as mqa
 
+from glm5_patch.bench.child import indexer
+from glm5_patch.bench.child.timing import Rotation, graph_us
+
 REPEATS = 20  # replays of a graph
 
 DIM, PAGE = mqa.HEAD_DIM, mqa.PAGE
-FP8 = torch.float8_e4m3fn
 # (requests, tokens of context)
 DECODE = [(b, n * 1024) for n in (8, 32, 128) for b in (1, 8, 32)]
 # (queries, keys)
@@ -52,48 +53,13 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).square().mean().sqrt() / b.square().mean().sqrt())
 
 
-def decode_inputs(requests: int, context: int, heads: int) -> list[dict[str, Any]]:
-    """Some batches over one pool; replayed in turn, none stays in L2."""
-    blocks = POOL_BYTES // (PAGE * mqa.ROW_BYTES)
-    pool = torch.empty(blocks, PAGE * mqa.ROW_BYTES, dtype=torch.uint8, device="cuda")
-    keys, scales = pool[:, : PAGE * DIM].view(FP8), pool[:, PAGE * DIM :]
-    for piece in keys.split(8192):
-        piece.copy_(torch.randn(piece.shape, device="cuda") * 100)
-    scales.view(torch.float32).uniform_(0, 0.01)
-    pages = context // PAGE
-    sets = max(1, min(10, blocks // (requests * pages)))
-    order = torch.randperm(blocks, device="cuda", dtype=torch.int32)
-    return [
-        {
-            "q": torch.randn(requests, 1, heads, DIM, device="cuda").to(FP8),
-            "kv_cache": pool.view(blocks, PAGE, 1, mqa.ROW_BYTES),
-            "weights": torch.randn(requests, heads, device="cuda"),
-            "context_lens": torch.full(
-                (requests, 1), context, dtype=torch.int32, device="cuda"
-            ),
-            "block_table": order[i * requests * pages :][: requests * pages].view(
-                requests, pages
-            ),
-            "max_len": context,
-        }
-        for i in range(sets)
-    ]
-
-
 def bench_decode(
     library: Any, requests: int, context: int, heads: int
 ) -> dict[str, float]:
-    inputs = decode_inputs(requests, context, heads)
+    inputs = indexer.decode_inputs(requests, context, heads, POOL_BYTES, "cuda")
     calls = len(inputs)
-    found: dict[str, float] = {}
-
-    def in_turn(run: Callable[[dict[str, Any]], object]) -> Callable[[], object]:
-        turn = iter(range(10**9))
-        return lambda: run(inputs[next(turn) % calls])
-
-    found["ours_us"] = graph_us(
-        in_turn(lambda i: mqa.paged_mqa_logits(**i)), calls, REPEATS
-    )
+    ours = Rotation(lambda i: mqa.paged_mqa_logits(**i), inputs)
+    found = {"ours_us": graph_us(ours, calls, REPEATS)}
     if library is None:
         return found
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -116,7 +82,7 @@ def bench_decode(
             clean_logits=False,
         )
 
-    found["deep_gemm_us"] = graph_us(in_turn(theirs), calls, REPEATS)
+    found["deep_gemm_us"] = graph_us(Rotation(theirs, inputs), calls, REPEATS)
     found["difference"] = relative(mqa.paged_mqa_logits(**inputs[0]), theirs(inputs[0]))
     return found
 
@@ -124,13 +90,9 @@ def bench_decode(
 def bench_prefill(
     library: Any, queries: int, keys: int, heads: int
 ) -> dict[str, float]:
-    q = torch.randn(queries, heads, DIM, device="cuda").to(FP8)
-    k = (torch.randn(keys, DIM, device="cuda") * 100).to(FP8)
-    k_scale = torch.rand(keys, device="cuda") / 100
-    weights = torch.randn(queries, heads, device="cuda")
-    starts = torch.zeros(queries, dtype=torch.int32, device="cuda")
-    ends = torch.full_like(starts, keys)
-    ours = lambda: mqa.mqa_logits(q, k, k_scale, weights, starts, ends)  # noqa: E731
+    inputs = indexer.prefill_inputs(queries, keys, heads, "cuda")
+    q, k, k_scale, weights, starts, ends = inputs.values()
+    ours = lambda: mqa.mqa_logits(**inputs)  # noqa: E731
     found = {"ours_us": graph_us(ours, 1, REPEATS)}
     if library is None:
         return found

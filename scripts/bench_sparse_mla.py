@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
-from graph_timing import graph_us
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "patches/files/vllm/v1/attention"))
 
 from ops import triton_sparse_mla as mla
@@ -38,91 +37,13 @@ from ops.triton_sparse_launch import (
     launch_config_fp8,
     num_splits,
 )
+from ops.triton_sparse_merge import new_tickets
+
+from glm5_patch.bench.child import attention
+from glm5_patch.bench.child.attention import PREFILL_BLOCKS, SCALE, TOPK
+from glm5_patch.bench.child.timing import Rotation, graph_us
 
 REPEATS = 30  # replays of a graph
-
-PAGE, TOPK = 64, 2048
-POOL_BLOCKS = 65_536  # 4.8 GB of 1152-byte rows, or 2.8 GB of 656-byte rows
-PREFILL_BLOCKS = 512  # 32k tokens of context
-SCALE = 256**-0.5
-
-
-@triton.jit
-def _gather_kernel(
-    kv_cache,  # [num_slots, ROW] of 32 bits, contiguous
-    slots,  # [T, topk]
-    out,  # [T * splits]
-    topk,
-    ROW: tl.constexpr,
-    HEAD: tl.constexpr,  # a power of two
-    TAIL: tl.constexpr,  # a power of two, ROW - HEAD at least
-    PER_PROGRAM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    splits = topk // PER_PROGRAM
-    i_t = (tl.program_id(0) // splits).to(tl.int64)
-    i_s = tl.program_id(0) % splits
-    o_head = tl.arange(0, HEAD)
-    o_tail = HEAD + tl.arange(0, TAIL)
-    m_tail = (o_tail < ROW)[None, :]
-    b_head = tl.zeros([BLOCK_N, HEAD], dtype=tl.int32)
-    b_tail = tl.zeros([BLOCK_N, TAIL], dtype=tl.int32)
-    for i_n in range(0, PER_PROGRAM, BLOCK_N):
-        o_n = i_s * PER_PROGRAM + i_n + tl.arange(0, BLOCK_N)
-        # [BLOCK_N, 1]
-        p_row = tl.load(slots + i_t * topk + o_n).to(tl.int64)[:, None] * ROW + kv_cache
-        # [BLOCK_N, HEAD], [BLOCK_N, TAIL]
-        b_head ^= tl.load(p_row + o_head[None, :])
-        b_tail ^= tl.load(p_row + o_tail[None, :], mask=m_tail, other=0)
-    parity = tl.xor_sum(tl.xor_sum(b_head, 1) ^ tl.xor_sum(b_tail, 1), 0)
-    tl.store(out + tl.program_id(0), parity)
-
-
-def gather(kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Read every named row once; keep a parity of its words: no load is dead."""
-    tokens = slots.shape[0]
-    per_program = 16 if tokens <= 32 else 64 if tokens <= 128 else 256
-    grid = (slots.shape[0] * slots.shape[1] // per_program,)
-    kv_cache = kv_cache.view(torch.int32)
-    row = kv_cache.shape[2]
-    head = 1 << (row.bit_length() - 1)
-    _gather_kernel[grid](
-        kv_cache,
-        slots,
-        out,
-        slots.shape[1],
-        ROW=row,
-        HEAD=head,
-        TAIL=triton.next_power_of_2(row - head),
-        PER_PROGRAM=per_program,
-        BLOCK_N=16,
-        num_warps=4,
-        num_stages=3,
-    )
-
-
-class Rotation:
-    """Calls `run` on one input after the other, so that none stays in L2."""
-
-    def __init__(self, run: Callable[[torch.Tensor], object], inputs: torch.Tensor):
-        self.run, self.inputs, self.next = run, inputs, 0
-
-    def __call__(self) -> object:
-        self.next = (self.next + 1) % len(self.inputs)
-        return self.run(self.inputs[self.next])
-
-
-def fill(pool: torch.Tensor) -> None:
-    """Normal numbers, a piece of the pool at a time."""
-    for piece in pool.split(4096):
-        if pool.dtype != torch.uint8:
-            piece.normal_()
-            continue
-        latents = torch.randn(*piece.shape[:2], 4, 128, device="cuda")
-        scales = latents.abs().amax(dim=-1) / 448
-        codes = (latents / scales[..., None]).to(torch.float8_e4m3fn)
-        piece[..., :512] = codes.flatten(-2).view(torch.uint8)
-        piece[..., 512:528] = scales.view(torch.uint8)
 
 
 def flashmla(q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -146,7 +67,7 @@ class FlashMLAFp8:
         self, q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
         # Decode: each token a request; prefill: all tokens one request.
-        by_request = 1 if len(q) <= 128 else 0
+        by_request = 1 if len(q) <= attention.DECODE_TOKENS else 0
         out, _, *self.schedule = torch.ops._flashmla_C.sparse_decode_fwd(
             q.unsqueeze(by_request),
             pool[:, :, None],
@@ -180,16 +101,20 @@ KINDS = {
         lambda: flashmla,
         {
             8: [
-                LaunchConfig(16, 32, 4, 3, False, 2),
-                LaunchConfig(16, 32, 4, 2, False, 4, 128),
-                LaunchConfig(16, 64, 8, 2, True, 2),
-                LaunchConfig(16, 64, 8, 2, True, 1),
-                LaunchConfig(16, 32, 8, 5, True, 2),
+                LaunchConfig(16, 32, 4, 5, 1),
+                LaunchConfig(16, 32, 4, 5, 2),
+                LaunchConfig(16, 32, 8, 5, 1),
+                LaunchConfig(16, 64, 4, 5, 1),
+                LaunchConfig(16, 64, 8, 5, 1),
+                LaunchConfig(16, 64, 4, 2, 2),
+                LaunchConfig(16, 32, 2, 2, 4),
             ],
             64: [
-                LaunchConfig(64, 64, 8, 2, True, 1),
-                LaunchConfig(32, 64, 8, 2, True, 2),
-                LaunchConfig(32, 64, 8, 2, False, 1),
+                LaunchConfig(64, 64, 8, 3, 1),
+                LaunchConfig(32, 64, 4, 2, 2),
+                LaunchConfig(32, 32, 4, 5, 1),
+                LaunchConfig(32, 16, 4, 5, 1),
+                LaunchConfig(32, 16, 8, 5, 1),
             ],
         },
     ),
@@ -200,20 +125,18 @@ KINDS = {
         FlashMLAFp8,
         {
             8: [
-                LaunchConfig(16, 32, 4, 3, False, 2),
-                LaunchConfig(16, 32, 4, 5, False, 2),
-                LaunchConfig(16, 32, 4, 5, False, 3, 168),
-                LaunchConfig(16, 64, 4, 3, False, 2),
-                LaunchConfig(16, 64, 4, 5, False, 2),
-                LaunchConfig(16, 64, 8, 3, False, 2, 128),
-                LaunchConfig(16, 64, 8, 5, False, 2, 128),
-                LaunchConfig(16, 128, 8, 3, False, 1),
+                LaunchConfig(16, 32, 4, 3, 2),
+                LaunchConfig(16, 32, 4, 5, 1),
+                LaunchConfig(16, 64, 4, 3, 2),
+                LaunchConfig(16, 64, 4, 5, 2),
+                LaunchConfig(16, 64, 4, 5, 1),
+                LaunchConfig(16, 32, 2, 3, 4),
             ],
             64: [
-                LaunchConfig(32, 64, 8, 3, False, 1),
-                LaunchConfig(32, 64, 8, 5, False, 1),
-                LaunchConfig(32, 128, 8, 3, False, 1),
-                LaunchConfig(64, 32, 8, 3, False, 1),
+                LaunchConfig(32, 64, 4, 3, 1),
+                LaunchConfig(32, 64, 8, 5, 1),
+                LaunchConfig(32, 32, 4, 3, 2),
+                LaunchConfig(64, 32, 8, 3, 1),
             ],
         },
     ),
@@ -224,18 +147,6 @@ def use_shape(shape: LaunchConfig) -> None:
     """Launch both kernels in this shape from now on."""
     mla.launch_config = lambda *_: shape
     mla_fp8.launch_config_fp8 = lambda *_: shape
-
-
-def draw_slots(sets: int, tokens: int, num_slots: int, shared: float) -> torch.Tensor:
-    """`[sets, tokens, TOPK]` rows, of which neighbours in 16 tokens share a part."""
-    slots = torch.randint(
-        num_slots, (sets, tokens, TOPK), dtype=torch.int32, device="cuda"
-    )
-    common = round(shared * TOPK)
-    if common:
-        groups = slots.view(sets, -1, 16, TOPK)
-        groups[..., :common] = groups[:, :, :1, :common].clone()
-    return slots
 
 
 def measure(
@@ -253,28 +164,27 @@ def measure(
     FlashMLA is measured beside the first. Every other shape is compared with the
     first: it must compute the same.
     """
-    decode = tokens <= 128
-    slots = draw_slots(10 if decode else 1, tokens, pool.shape[0] * PAGE, shared)
-    q = torch.randn(tokens, heads, ROW_DIM, device="cuda").to(dtype)
-    sums = torch.empty(tokens * TOPK, dtype=torch.int32, device="cuda")
-    calls = 10 if decode else 1
+    sets = 10 if tokens <= attention.DECODE_TOKENS else 1
+    slots = attention.draw_slots(sets, tokens, pool, shared)
+    q = attention.draw_queries(tokens, heads, dtype, "cuda")
 
     def microseconds(run: Callable[[torch.Tensor], object]) -> float:
-        return graph_us(Rotation(run, slots), calls, REPEATS)
+        return graph_us(Rotation(run, slots), sets, REPEATS)
 
     def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
         return float((actual - expected).norm() / expected.norm())
 
-    read_us = microseconds(lambda s: gather(pool, s, sums))
+    tickets = new_tickets(q.device)
+    read_us = attention.read_us(pool, slots, REPEATS)
     rows = []
     for shape in shapes:
         use_shape(shape)
-        out = kind.ours(q, pool, slots[0], SCALE)[0].float()
+        out = kind.ours(q, pool, slots[0], SCALE, tickets)[0].float()
         row: dict[str, Any] = {"config": tuple(shape), "read_us": read_us}
         if not rows:
             first = out
         row["wrong"] = not relative(out, first) < 5e-3
-        row["ours_us"] = microseconds(lambda s: kind.ours(q, pool, s, SCALE))
+        row["ours_us"] = microseconds(lambda s: kind.ours(q, pool, s, SCALE, tickets))
         rows.append(row)
     if with_flashmla:
         padded = torch.zeros(tokens, max(heads, 64), ROW_DIM, device="cuda")
@@ -327,19 +237,15 @@ def main() -> None:
     )
     print(f"top-k {TOPK}, microseconds")
     torch.manual_seed(0)
-    pool = torch.zeros(
-        (POOL_BLOCKS, PAGE, ROW_DIM if arguments.kv == "auto" else kind.row_bytes),
-        dtype=dtype if arguments.kv == "auto" else torch.uint8,
-        device="cuda",
-    )
-    fill(pool)
+    fp8 = arguments.kv == "fp8"
+    pool = attention.draw_pool(attention.POOL_BLOCKS, dtype, "cuda", fp8)
 
     rows = []
     print("tokens heads    read    ours ours/read   GB/s FlashMLA ours/FlashMLA")
     capability = torch.cuda.get_device_capability()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for tokens, shared in ((1, 0), (8, 0), (32, 0), (128, 0), (2048, 0), (2048, 0.8)):
-        context = pool if tokens <= 128 else pool[:PREFILL_BLOCKS]
+        context = pool if tokens <= attention.DECODE_TOKENS else pool[:PREFILL_BLOCKS]
         for heads in (8, 16, 64, 128):
             shapes = [kind.config_of(capability, heads, tokens)]
             if arguments.sweep and not shared:

@@ -95,8 +95,8 @@ def verify(
     level: Annotated[
         str | None,
         typer.Option(
-            metavar="files|import|select",
-            help="How deep to check; select, the deepest, if not given.",
+            metavar="files|import|select|kernels",
+            help="How deep to check; select, the deepest without a GPU, if not given.",
         ),
     ] = None,
     gguf: Annotated[
@@ -106,7 +106,7 @@ def verify(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check what was applied, down to what vLLM's selector picks."""
+    """Check what was applied, down to what the GPU computes."""
     from glm5_patch import commands
 
     _run(
@@ -191,6 +191,28 @@ def explain(
             dtype,
             kv_cache_dtype,
         ),
+    )
+
+
+@app.command()
+def bench(
+    python: Python = None,
+    site_packages: SitePackages = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="Of the attention: float16 or bfloat16.")
+    ] = "bfloat16",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check and time the kernels on this GPU; print a table."""
+    from glm5_patch import commands
+
+    _run(
+        "bench",
+        json,
+        quiet,
+        lambda: commands.bench(commands.find(python, site_packages), dtype, quick),
     )
 
 

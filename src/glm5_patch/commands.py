@@ -11,6 +11,7 @@ from typing import Any
 from packaging.version import Version
 
 from glm5_patch import (
+    __version__,
     locate,
     lock,
     manifest,
@@ -21,6 +22,8 @@ from glm5_patch import (
     transaction,
 )
 from glm5_patch import verify as checks
+from glm5_patch.child.process import Failed as ChildFailed
+from glm5_patch.child.process import NotRun
 from glm5_patch.errors import Busy, Failed, NotFound, PatchError, Usage
 from glm5_patch.locate import Installation
 from glm5_patch.manifest import PatchSet
@@ -28,8 +31,7 @@ from glm5_patch.plan import Plan
 from glm5_patch.probe import explain as table_of
 from glm5_patch.probe.explain import Row
 from glm5_patch.probe.judge import CAPABILITIES, DTYPES, KV_CACHE_DTYPES
-from glm5_patch.probe.model import Capability, NotRun
-from glm5_patch.probe.model import Failed as ProbeFailed
+from glm5_patch.probe.model import Capability
 from glm5_patch.report import Report, Table
 from glm5_patch.state import Condition, Inspection
 from glm5_patch.verify import TIMEOUT_S, Level, Outcome
@@ -273,6 +275,73 @@ def verify(
     )
 
 
+def bench(installation: Installation, dtype: str, quick: bool) -> Report:
+    """Check the kernels that are applied, and time them, on the GPU that is there."""
+    from glm5_patch.bench import report as bench_report
+    from glm5_patch.bench.model import REPEATS, Request, shapes
+    from glm5_patch.bench.run import run_bench
+
+    if dtype not in DTYPES:
+        raise Usage(
+            f"no dtype is called {dtype!r}", expected=" or ".join(sorted(DTYPES))
+        )
+    inspection = state.inspect(installation)
+    have = inspection.state
+    if have is None:
+        raise Failed(
+            "the patch is not applied",
+            where=str(installation.root),
+            todo="glm5-patch apply",
+        )
+    if inspection.condition is not Condition.APPLIED:
+        raise Failed(
+            f"the patch is {inspection.condition.value}: these are not its kernels",
+            where=str(installation.root),
+            todo="glm5-patch status, which says more",
+        )
+    wanted = shapes(have.features, (dtype,), quick)
+    if not wanted:
+        raise Failed(
+            "no feature with a kernel is applied",
+            expected="sparse-backend or indexer",
+            found=", ".join(have.features),
+            todo="glm5-patch apply",
+        )
+    answer = run_bench(
+        _python(installation, "bench"), Request(installation.root, wanted, REPEATS)
+    )
+    if isinstance(answer, NotRun | ChildFailed):
+        detail = answer.detail if isinstance(answer, ChildFailed) else ()
+        raise Failed(
+            "the kernels could not be run",
+            where=str(installation.root),
+            found="; ".join((answer.reason, *detail)),
+            todo="bench needs a GPU from SM80 on, and torch and triton beside vLLM",
+        )
+    wrong = bench_report.faults(answer)
+    summary = f"{len(wanted)} shapes agree with float64, and were timed"
+    if wrong:
+        summary = f"{len(wrong)} of {len(wanted)} shapes failed: {'; '.join(wrong)}"
+    return Report(
+        "bench",
+        summary,
+        "send this table, or what --json prints, to the project",
+        1 if wrong else 0,
+        bench_report.table(answer),
+        (
+            *report.where(installation),
+            f"glm5-patch {__version__}, digest {have.digest}",
+            *bench_report.notes(answer.chip),
+        ),
+        {
+            "installation": report.installation_data(installation),
+            "glm5_patch": __version__,
+            "digest": have.digest,
+            **bench_report.data(answer),
+        },
+    )
+
+
 def inspect(path: Path, python: Path | None, site_packages: Path | None) -> Report:
     """Account for a GGUF file in the vLLM that is installed, else in the newest that
     is tested."""
@@ -314,15 +383,10 @@ def explain(
     chosen = [_capability(text) for text in capabilities or ()] or CAPABILITIES
     inspection = state.inspect(installation)
     wanted = _plan(installation, patches, inspection, (), False)
-    if installation.python is None:
-        raise Failed(
-            "explain needs the interpreter that runs this vLLM",
-            where=str(installation.root),
-            todo="use --python PATH in place of --site-packages",
-        )
+    python = _python(installation, "explain")
     with overlay.sides(wanted) as (stock, patched):
         answer = table_of.explain(
-            installation.python,
+            python,
             installation.root,
             stock,
             patched,
@@ -331,8 +395,8 @@ def explain(
             kv_cache_dtypes or KV_CACHE_DTYPES,
             TIMEOUT_S,
         )
-    if isinstance(answer, NotRun | ProbeFailed):
-        detail = answer.detail if isinstance(answer, ProbeFailed) else ()
+    if isinstance(answer, NotRun | ChildFailed):
+        detail = answer.detail if isinstance(answer, ChildFailed) else ()
         raise Failed(
             "vLLM's selector could not be asked",
             where=str(installation.root),
@@ -407,6 +471,17 @@ def list_releases(patches: PatchSet) -> Report:
             ],
         },
     )
+
+
+def _python(installation: Installation, command: str) -> Path:
+    """The interpreter that a command has to start."""
+    if installation.python is None:
+        raise Failed(
+            f"{command} needs the interpreter that runs this vLLM",
+            where=str(installation.root),
+            todo="use --python PATH in place of --site-packages",
+        )
+    return installation.python
 
 
 def _plan(

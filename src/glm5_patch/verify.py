@@ -3,7 +3,8 @@
 
 ``files``: the bytes are ours, and the originals are there. ``import``: vLLM imports
 what was added. ``select``: its selector picks our backend where stock vLLM has none,
-and nothing else changes. The last two run in the target's own interpreter.
+and nothing else changes. These two run in the target's own interpreter, without a GPU.
+``kernels``: what the kernels compute there agrees with float64, on the GPU that it has.
 """
 
 from __future__ import annotations
@@ -11,8 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from glm5_patch import overlay, transaction
+from glm5_patch.bench import model as bench
+from glm5_patch.bench.report import faults
+from glm5_patch.bench.run import run_bench
+from glm5_patch.child.process import Failed, NotRun
 from glm5_patch.errors import PatchError
 from glm5_patch.locate import Installation
 from glm5_patch.plan import Plan
@@ -20,10 +26,11 @@ from glm5_patch.probe.explain import ask_both
 from glm5_patch.probe.judge import (
     BLOCK_SIZE_ON,
     CASES,
+    DTYPES,
     judge_imports,
     judge_selection,
 )
-from glm5_patch.probe.model import Answer, NotRun, Ran, Request
+from glm5_patch.probe.model import Answer, Ran, Request
 from glm5_patch.probe.run import run_probe
 from glm5_patch.state import Condition, Inspection
 
@@ -37,6 +44,7 @@ class Level(str, Enum):
     FILES = "files"
     IMPORT = "import"
     SELECT = "select"
+    KERNELS = "kernels"
 
 
 class Outcome(str, Enum):
@@ -86,9 +94,22 @@ def check(
             TIMEOUT_S,
         )
         return (*results, _import(answer))
+    results += _import_and_select(installation, installation.python, plan, modules)
+    if deepest is not Level.KERNELS:
+        return tuple(results)
+    above = results[-1]
+    if above.outcome is not Outcome.PASSED:
+        reason = f"{above.level.value} {above.outcome.value}: {above.details[0]}"
+        return (*results, *_not_run([deepest], reason))
+    return (*results, _kernels(installation.root, installation.python, plan))
+
+
+def _import_and_select(
+    installation: Installation, python: Path, plan: Plan, modules: tuple[str, ...]
+) -> tuple[Result, ...]:
     with overlay.sides(plan) as (stock, _):
         before, after = ask_both(
-            installation.python,
+            python,
             Request(installation.root, stock, cases=CASES),
             Request(
                 installation.root,
@@ -101,8 +122,8 @@ def check(
     imported = _import(after)
     if imported.outcome is not Outcome.PASSED:
         reason = imported.details[0] if imported.details else "the import failed"
-        return (*results, imported, *_not_run([Level.SELECT], reason))
-    return (*results, imported, _select(before, after))
+        return (imported, *_not_run([Level.SELECT], reason))
+    return (imported, _select(before, after))
 
 
 def _files(installation: Installation, inspection: Inspection) -> Result:
@@ -149,10 +170,27 @@ def _select(before: Answer, after: Answer) -> Result:
     )
 
 
-def _unanswered(level: Level, answer: Answer) -> Result:
+def _kernels(root: Path, python: Path, plan: Plan) -> Result:
+    shapes = bench.shapes(plan.features, DTYPES)
+    if not shapes:
+        none = "no feature with a kernel is applied"
+        return Result(Level.KERNELS, Outcome.NOT_RUN, (none,))
+    answer = run_bench(python, bench.Request(root, shapes, repeats=0))
+    if not isinstance(answer, bench.Ran):
+        return _unanswered(Level.KERNELS, answer)
+    wrong = faults(answer)
+    if wrong:
+        return Result(Level.KERNELS, Outcome.FAILED, wrong)
+    return Result(
+        Level.KERNELS,
+        Outcome.PASSED,
+        (f"{len(shapes)} shapes agree with float64 on {answer.chip.name}",),
+    )
+
+
+def _unanswered(level: Level, answer: NotRun | Failed) -> Result:
     if isinstance(answer, NotRun):
         return Result(level, Outcome.NOT_RUN, (answer.reason,))
-    assert not isinstance(answer, Ran)
     return Result(level, Outcome.FAILED, (answer.reason, *answer.detail))
 
 

@@ -56,6 +56,7 @@ ANY_STRIDE = (
     "stride_lens_b",
     "stride_lens_n",
     "stride_table_b",
+    "stride_table_r",
 )
 
 

@@ -43,34 +43,36 @@ def vllm_backend(release_tree: Callable[[str], Path]) -> ModuleType:
     return importlib.import_module("vllm.v1.attention.backends.mla.triton_mla_sparse")
 
 
-def make_builder(
-    vllm_backend: ModuleType,
-    device: str,
-    dtype: torch.dtype = torch.float16,
-    kv: str = "auto",
-    fused_write: bool = False,
-) -> Any:
-    config = SimpleNamespace(
-        speculative_config=None,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
-        model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(index_topk=TOPK), dtype=dtype
-        ),
-        cache_config=SimpleNamespace(cache_dtype=kv),
-        compilation_config=SimpleNamespace(
-            pass_config=SimpleNamespace(fuse_rope_kvcache_cat_mla=fused_write)
-        ),
-    )
-    backend = vllm_backend.TritonMLASparseBackend
-    return backend.get_builder_cls()(
-        SimpleNamespace(block_size=PAGE), ["layer"], config, torch.device(device)
-    )
+@pytest.fixture
+def make_builder(vllm_backend: ModuleType, device: str) -> Callable[..., Any]:
+    def make(
+        dtype: torch.dtype = torch.float16, kv: str = "auto", fused_write: bool = False
+    ) -> Any:
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(cache_dtype=kv),
+            speculative_config=None,
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(index_topk=TOPK),
+                dtype=dtype,
+                get_num_attention_heads=lambda parallel_config: HEADS,
+            ),
+            compilation_config=SimpleNamespace(
+                pass_config=SimpleNamespace(fuse_rope_kvcache_cat_mla=fused_write)
+            ),
+        )
+        backend = vllm_backend.TritonMLASparseBackend
+        return backend.get_builder_cls()(
+            SimpleNamespace(block_size=PAGE), ["layer"], config, torch.device(device)
+        )
+
+    return make
 
 
 @pytest.fixture
-def builder(vllm_backend: ModuleType, device: str) -> Any:
-    return make_builder(vllm_backend, device)
+def builder(make_builder: Callable[..., Any]) -> Any:
+    return make_builder()
 
 
 def make_impl(vllm_backend: ModuleType, **changes: Any) -> Any:
@@ -226,6 +228,22 @@ def test_the_buffers_of_a_captured_graph_stay_where_they_are(
     assert first.data_ptr() == second.data_ptr()
 
 
+@pytest.mark.parametrize("kv", ["auto", "fp8_ds_mla"])
+def test_a_builder_has_the_kernels_compiled_for_all_its_batches(
+    vllm_backend: ModuleType,
+    make_builder: Callable[..., Any],
+    kv: str,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    monkeypatch.setattr(vllm_backend, "warm_up", lambda *how: asked.append(how))
+    make_builder(kv=kv)
+    fp8 = kv == "fp8_ds_mla"
+    wanted = (HEADS, TOPK, torch.float16, fp8, PAGE, MAX_TOKENS, torch.device(device))
+    assert asked == [wanted]
+
+
 def test_a_batch_beyond_the_buffers_is_refused(builder: Any, device: str) -> None:
     with pytest.raises(ValueError, match="= 64 tokens, found 65"):
         builder.build(0, common_metadata(device, [65]))
@@ -370,13 +388,13 @@ def test_float16_rows_are_ours_and_all_others_vllms(
 
 
 def test_a_fused_write_of_float16_rows_is_refused(
-    vllm_backend: ModuleType, device: str
+    make_builder: Callable[..., Any],
 ) -> None:
     refused = {"kv": "fp8_ds_mla", "dtype": torch.float16, "fused_write": True}
     with pytest.raises(ValueError, match="the pass fuse_rope_kvcache_cat_mla writes"):
-        make_builder(vllm_backend, device, **refused)
+        make_builder(**refused)
     for change in ({"kv": "auto"}, {"dtype": torch.bfloat16}, {"fused_write": False}):
-        make_builder(vllm_backend, device, **(refused | change))
+        make_builder(**(refused | change))
 
 
 @pytest.mark.parametrize(("kv", "row"), [("auto", 576), ("fp8_ds_mla", 656)])

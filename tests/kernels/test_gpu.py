@@ -14,9 +14,16 @@ import reference
 import torch
 from cases import LARGE_CASES, PAGE, ROW_DIM, Case, Inputs, in_fp8
 from compare import MismatchError, check_lse, check_out
+from ops import (
+    triton_sparse_merge,
+    triton_sparse_mla,
+    triton_sparse_mla_fp8,
+    triton_sparse_slots,
+)
 from ops.triton_sparse_mla import sparse_mla
 from ops.triton_sparse_mla_fp8 import sparse_mla_fp8
 from ops.triton_sparse_slots import slots_from_positions
+from ops.triton_sparse_warmup import warm_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -143,6 +150,63 @@ def test_nothing_waits_for_the_gpu(operator: Operator) -> None:
         operator(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@both_operators
+def test_nothing_compiles_after_the_warm_up(operator: Operator) -> None:
+    heads, topk = 24, 320  # that no other test has compiled
+    kernels = (
+        triton_sparse_mla._sparse_mla_kernel,
+        triton_sparse_mla_fp8._sparse_mla_fp8_kernel,
+        triton_sparse_merge._merge_kernel,
+        triton_sparse_slots._slots_kernel,
+    )
+
+    def binaries() -> int:
+        return sum(len(kernel.device_caches[0][0]) for kernel in kernels)
+
+    before = binaries()
+    fp8 = operator.run is sparse_mla_fp8
+    warm_up(heads, topk, torch.bfloat16, fp8, PAGE, 1024, torch.device("cuda", 0))
+    warm = binaries()
+    assert warm > before
+    for tokens in (1, 2, 3, 5, 8, 13, 16, 21, 33, 48, 100, 127, 128, 255, 700, 1024):
+        case = Case("any", torch.bfloat16, tokens, heads, topk)
+        inputs = operator.with_cache(case.build("cuda"))
+        operator(inputs)
+        owners = torch.zeros(tokens, dtype=torch.int32, device="cuda")
+        table = torch.zeros(tokens + 1, 7, dtype=torch.int32, device="cuda")[1:]
+        slots_from_positions(inputs.slots, table, owners, PAGE)
+    assert binaries() == warm
+    operator(replace(inputs, slots=inputs.slots[:, :64]))
+    assert binaries() > warm, "what was not warmed up must show"
+
+
+@both_operators
+def test_a_second_call_takes_no_memory_from_the_driver(operator: Operator) -> None:
+    """The scratch of the splits comes from PyTorch's pool; a replay asks nobody."""
+    case = Case("pool", heads=8, tokens=8, topk=256)
+    inputs = operator.with_cache(case.build("cuda"))
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return operator(inputs)
+
+    def taken(what: str) -> int:
+        return torch.cuda.memory_stats()[f"{what}.all.allocated"]
+
+    call()
+    segments = taken("segment")
+    call()
+    assert taken("segment") == segments
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = call()
+    asked = taken("allocation")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert taken("allocation") == asked
+    check_out("replay", out, call()[0].double())
+    assert taken("allocation") > asked, "a call outside of the graph does ask"
 
 
 @both_operators

@@ -320,6 +320,24 @@ def test_the_last_split_merges_where_it_has_tickets(
         check_out("control", out, expected_out)
 
 
+WRONG_ARGUMENTS = {
+    "kv_cache must be torch.uint8, found torch.int8": lambda i: replace(
+        i, kv_cache=i.kv_cache.view(torch.int8)
+    ),
+    "kv_cache must be [num_blocks, page, 656], found [5, 64, 576]": lambda i: replace(
+        i, kv_cache=i.kv_cache[..., :576]
+    ),
+    "kv_cache must have rows at multiples of 16 bytes, found a row stride of 664": (
+        lambda i: replace(
+            i, kv_cache=torch.nn.functional.pad(i.kv_cache, (0, 8))[..., :ROW_BYTES]
+        )
+    ),
+    "slots must be torch.int32, found torch.int64": lambda i: replace(
+        i, slots=i.slots.long()
+    ),
+}
+
+
 @pytest.mark.parametrize("message", WRONG_ARGUMENTS)
 def test_a_wrong_argument_is_named(message: str, device: str) -> None:
     inputs = in_fp8(Case("wrong").build(device))

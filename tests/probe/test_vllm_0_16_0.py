@@ -15,6 +15,7 @@ from probe_target import (
 )
 from targets import MakeTarget, Target
 
+from glm5_patch.child.process import NotRun
 from glm5_patch.plan import Plan
 from glm5_patch.probe.explain import Explanation, ask_both, compare
 from glm5_patch.probe.judge import (
@@ -23,7 +24,7 @@ from glm5_patch.probe.judge import (
     judge_imports,
     judge_selection,
 )
-from glm5_patch.probe.model import BACKEND, Capability, Case, NotRun, Request
+from glm5_patch.probe.model import BACKEND, Capability, Case, Request
 from glm5_patch.probe.run import run_probe
 
 REGISTRY = "vllm.v1.attention.backends.registry"

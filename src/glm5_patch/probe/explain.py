@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from glm5_patch.child.process import Failed, NotRun
 from glm5_patch.probe.model import (
     Answer,
     Capability,
     Case,
-    Failed,
-    NotRun,
     Ran,
     Request,
     Selection,

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from glm5_patch.child.process import Failed, NotRun
+
 BACKEND = "TRITON_MLA_SPARSE"
 """The registry name of the backend that the patch adds."""
 
@@ -104,22 +106,6 @@ class Ran:
     block_sizes: tuple[BlockSize, ...]
     import_errors: Mapping[str, str]
     """The text behind each reason "ImportError", which vLLM does not show."""
-
-
-@dataclass(frozen=True)
-class NotRun:
-    """The target cannot be asked; says nothing about the patch."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The probe broke, and no missing package excuses it."""
-
-    reason: str
-    detail: tuple[str, ...] = ()
-    """The last lines that it wrote."""
 
 
 Answer = Ran | NotRun | Failed

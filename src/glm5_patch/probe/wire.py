@@ -6,15 +6,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from glm5_patch.child.process import Failed, NotRun
 from glm5_patch.probe.model import (
     BACKEND,
     Answer,
     BlockSize,
     Capability,
     Case,
-    Failed,
     ModuleImport,
-    NotRun,
     Ran,
     Request,
     Selection,

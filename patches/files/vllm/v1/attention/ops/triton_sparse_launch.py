@@ -103,9 +103,8 @@ def num_splits(
     """Over how many programs to split the keys of a token; a power of two.
 
     As many as the chip runs at a time, and no more than there are steps. Powers
-    of two, so that a class of batch sizes that shares a binary contains a power
-    of two itself: vLLM captures its graphs for those, and nothing is left to
-    compile later.
+    of two, because each number of splits is a binary of its own, which the warm-up
+    compiles.
     """
     head_blocks = triton.cdiv(num_heads, config.block_h)
     room = config.programs_per_sm * num_sms // (num_tokens * head_blocks)

@@ -15,7 +15,12 @@ import triton.language as tl
 BLOCK = 1024
 
 
-@triton.jit
+# One binary for all batches: Triton would compile another one where a count is 1 or
+# a multiple of 16, or where a pointer is not 16-aligned, as in a slice of requests.
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_pages", "stride_table_r"],
+    do_not_specialize_on_alignment=["block_table", "req_of_token"],
+)
 def _slots_kernel(
     positions,  # [T, topk] int32
     block_table,  # [num_reqs, num_pages] int32

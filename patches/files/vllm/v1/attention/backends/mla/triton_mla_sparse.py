@@ -23,6 +23,7 @@ from vllm.v1.attention.ops.triton_sparse_mla import sparse_mla
 from vllm.v1.attention.ops.triton_sparse_mla_fp8 import ROW_BYTES, sparse_mla_fp8
 from vllm.v1.attention.ops.triton_sparse_rows_fp8 import write_rows_fp8
 from vllm.v1.attention.ops.triton_sparse_slots import slots_from_positions
+from vllm.v1.attention.ops.triton_sparse_warmup import warm_up
 
 try:  # 0.16.0 to 0.25.1: the layer asks for this class by isinstance
     from vllm.v1.attention.backend import SparseMLAAttentionImpl as _ImplBase
@@ -177,6 +178,18 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[TritonMLASparseMet
         # Two batches that run at the same time have a builder each.
         self._tickets = new_tickets(device)
 
+        # vLLM makes its builders before it captures or serves anything.
+        model_config = vllm_config.model_config
+        warm_up(
+            model_config.get_num_attention_heads(vllm_config.parallel_config),
+            self.topk_tokens,
+            model_config.dtype,
+            vllm_config.cache_config.cache_dtype == FP8,
+            PAGE,
+            max_tokens,
+            device,
+        )
+
     def build(
         self,
         common_prefix_len: int,
@@ -224,10 +237,10 @@ class TritonMLASparseImpl(_ImplBase[TritonMLASparseMetadata]):
     supports_dense_mha_prefill = False  # 0.27.0 on
     masked_mha_available = False  # 0.27.0 on
 
-    # The kernel returns the LSE, but decode context parallelism needs more than
-    # that: the indexer picks positions of the whole request, and nothing maps
-    # them to the part of the cache that a rank holds. Saying True would turn
-    # vLLM's refusal into wrong answers.
+    # The kernel returns the LSE, but decode context parallelism needs an indexer
+    # that knows of it. vLLM's scores a rank's share of the keys by the length of the
+    # whole request, and exchanges nothing: see docs/kernels.md. Saying True would
+    # turn vLLM's refusal into wrong answers.
     can_return_lse_for_decode = False
 
     def __init__(
