@@ -45,6 +45,15 @@ def forget_cached_answers() -> None:
                     value.cache_clear()
 
 
+def refused(hook: Any) -> str | None:
+    """What the hook's first question says of a wrong setting, if it does."""
+    try:
+        hook.has_mqa_logits()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def called(module: Any, name: str, count: int) -> str:
     """Who answers a call: "ours", or the name of the stock function."""
     heard: list[str] = []
@@ -88,6 +97,10 @@ def main() -> None:
         hook: Any = None
         with contextlib.suppress(ModuleNotFoundError):
             hook = importlib.import_module("vllm.utils.indexer_logits")
+        refusal = refused(hook) if hook else None
+        if refusal is not None:
+            json.dump({"refusal": refusal}, sys.stdout)
+            return
         answers = {}
         for capability in CAPABILITIES:
             cuda.Device.capability = capability
@@ -121,7 +134,7 @@ def main() -> None:
             for name, value in vars(user).items()
             if hook and value is getattr(hook, name, user) and name in HOOKS
         )
-        handed_on = hand_on(module, torch) if hook else {}
+        handed_on = hand_on(module, torch) if hook and hook.uses_triton() else {}
     own = {
         name: value
         for name, value in vars(module).items()

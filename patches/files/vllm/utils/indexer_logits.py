@@ -3,9 +3,9 @@
 
 `vllm.utils.deep_gemm` hands its namespace to `install`, which puts a switch before
 each of the functions that only the DSA indexer calls. A switch asks on its first
-call, when the GPU is in use anyway, never at import. On SM90 and SM100 it always
-calls what vLLM had there. Nothing else of that module changes: what it says about
-DeepGEMM for GEMM and MoE is as true as before.
+call, when the GPU is in use anyway, never at import. On SM90 and SM100 it calls what
+vLLM had there, unless the user asks for Triton. Nothing else of that module changes:
+what it says about DeepGEMM for GEMM and MoE is as true as before.
 
 The remaining functions stand in, on such chips alone, for what else in the indexer
 of some release takes an SM90 for granted.
@@ -20,8 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import has_deep_gemm
+
+logger = init_logger(__name__)
+
+# Environment variable: the library that makes the logits. Unset, the chip decides.
+LIBRARY = "GLM5_PATCH_INDEXER"
+TRITON, DEEP_GEMM = "triton", "deepgemm"
 
 # Chips that vLLM gives to DeepGEMM whatever else holds. Below 8 Triton has no kernel.
 DEEP_GEMM_MAJORS = (9, 10)
@@ -29,7 +36,7 @@ OLDEST_MAJOR = 8
 
 # `_C.persistent_topk` falls back to a kernel that needs 128 KB of shared memory when
 # its programs do not all fit the chip at once, and raises where there is less.
-LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7)})
+LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)})
 
 # From 0.20.0 on vLLM bounds the logits of a prefill by this variable of its own.
 MAX_LOGITS_MB = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
@@ -39,13 +46,28 @@ Function = Callable[..., Any]
 
 @functools.cache
 def uses_triton() -> bool:
-    """Whether the indexer's logits come from Triton on this chip."""
-    if not current_platform.is_cuda():
+    """Whether the indexer's logits come from Triton here.
+
+    Raises:
+        ValueError: GLM5_PATCH_INDEXER names no library.
+    """
+    library = os.environ.get(LIBRARY, "")
+    if library not in ("", TRITON, DEEP_GEMM):
+        raise ValueError(
+            f"{LIBRARY} must be {TRITON} or {DEEP_GEMM}, found {library!r}: "
+            "unset it and the GPU decides"
+        )
+    if library == DEEP_GEMM or not current_platform.is_cuda():
         return False
     capability = current_platform.get_device_capability()
-    if capability is None or capability.major in DEEP_GEMM_MAJORS:
+    if capability is None or capability.major < OLDEST_MAJOR:
         return False
-    return capability.major >= OLDEST_MAJOR and not _deep_gemm_serves(capability.major)
+    chosen = library == TRITON or not (
+        capability.major in DEEP_GEMM_MAJORS or _deep_gemm_serves(capability.major)
+    )
+    if chosen:
+        logger.info("The DSA indexer's logits come from Triton kernels.")
+    return chosen
 
 
 def has_mqa_logits() -> bool:
