@@ -35,6 +35,20 @@ def mqa_logits(
     return logits
 
 
+def shifted(
+    logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, width: int
+) -> torch.Tensor:
+    """`[M, width]`: of each row of `logits`, its first `width` keys from column 0 on.
+
+    Args: logits `[M, N]`; starts and ends `[M]`, any numbers. All else is -inf.
+    """
+    moved = torch.full((logits.shape[0], width), -torch.inf, dtype=logits.dtype)
+    for m, row in enumerate(logits):
+        keys = row[max(0, int(starts[m])) : max(0, int(ends[m]))][:width]
+        moved[m, : len(keys)] = keys
+    return moved
+
+
 def unpack_page(page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys `[64, 128]` and scales `[64]` of one block of the cache, 8448 bytes."""
     flat = page.reshape(-1).cpu()

@@ -12,6 +12,7 @@ of some release takes an SM90 for granted.
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,9 @@ LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)})
 
 # From 0.20.0 on vLLM bounds the logits of a prefill by this variable of its own.
 MAX_LOGITS_MB = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
+
+# Arguments of vLLM up to 0.19.1, by their names since.
+OLD_NAMES = {"q_fp8": "q", "kv_cache_fp8": "kv_cache"}
 
 Function = Callable[..., Any]
 
@@ -125,9 +129,15 @@ def install(module: MutableMapping[str, Any]) -> None:
 
 
 def _switch(stock: Function, ours: Function) -> Function:
+    # Later releases name an argument alike, and put others in its place.
+    parameters = inspect.signature(stock)
+
     @functools.wraps(stock)
     def switch(*args: Any, **kwargs: Any) -> Any:
-        return (ours if uses_triton() else stock)(*args, **kwargs)
+        if not uses_triton():
+            return stock(*args, **kwargs)
+        given = parameters.bind(*args, **kwargs).arguments
+        return ours(**{OLD_NAMES.get(name, name): given[name] for name in given})
 
     return switch
 
@@ -162,13 +172,21 @@ def _mqa_logits(
     weights: torch.Tensor,
     cu_seqlen_ks: torch.Tensor,
     cu_seqlen_ke: torch.Tensor,
-    clean_logits: bool,
+    clean_logits: bool = False,  # up to 0.32.0
+    max_seqlen_k: int | None = None,  # from 0.33.0, with logits that start at column 0
 ) -> torch.Tensor:
     from vllm.v1.attention.ops.triton_mqa_logits import mqa_logits
 
     k, k_scale = kv
     return mqa_logits(
-        _fp8(q), k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean=clean_logits
+        _fp8(q),
+        k,
+        k_scale,
+        weights,
+        cu_seqlen_ks,
+        cu_seqlen_ke,
+        width=max_seqlen_k,
+        clean=clean_logits,
     )
 
 
@@ -180,11 +198,14 @@ def _paged_mqa_logits(
     block_tables: torch.Tensor,
     schedule_metadata: torch.Tensor,
     max_model_len: int,
-    clean_logits: bool,
+    clean_logits: bool = False,  # up to 0.32.0
+    indices: torch.Tensor | None = None,  # from 0.28.0
 ) -> torch.Tensor:
     from vllm.v1.attention.ops.triton_mqa_logits import paged_mqa_logits
 
     # schedule_metadata is unused: the kernel makes its own schedule on the GPU.
+    # indices, the request of every row, is too: where vLLM has it, each row is a
+    # request here, with a line of its own in the block table.
     return paged_mqa_logits(
         _fp8(q),
         kv_cache,
@@ -197,7 +218,10 @@ def _paged_mqa_logits(
 
 
 def _paged_mqa_logits_metadata(
-    context_lens: torch.Tensor, block_size: int, num_sms: int
+    context_lens: torch.Tensor,
+    block_size: int,
+    num_sms: int,
+    indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Something of the shape that DeepGEMM's schedule has."""
     return torch.zeros((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
@@ -212,7 +236,7 @@ def _fp8(
     values, scales = q
     if scales is not None:
         raise ValueError(
-            "the indexer's query must be float8 on this GPU, found float4 with block "
-            "scales: turn use_fp4_indexer_cache off"
+            "Triton's indexer takes a float8 query without block scales, found "
+            f"{values.dtype} with scales: turn use_fp4_indexer_cache off"
         )
     return values
