@@ -115,6 +115,34 @@ def bounded_chunks(chunks: Sequence[Any]) -> Sequence[Any]:
     return pieces
 
 
+def one_query_each(decode: Any | None, num_tokens: int) -> Any | None:
+    """Make each token of a decode batch a request, if the requests have unequal many.
+
+    vLLM before 0.19.0 pads such a batch, of speculative decoding: by a kernel that
+    needs float8, as SM80 and SM86 have not, and it pads neither the weights nor the
+    lengths alike, so that a token is scored with another's. Requests of one token
+    need no padding. The keys of a request are read once for each of its tokens then.
+
+    Args:
+        decode: the batch, or None where there is none. `block_table` `[B, num_pages]`,
+            `seq_lens` `[B]` and `decode_lens` `[B]`, tokens to decode, int32.
+        num_tokens: the sum of `decode_lens`, so that nobody waits for the GPU.
+    """
+    if decode is None or not decode.requires_padding or not uses_triton():
+        return decode
+    lens = decode.decode_lens
+    owner = torch.repeat_interleave(lens, output_size=num_tokens)
+    last = lens.cumsum(0)[owner]  # the token after the last one of the same request
+    token = torch.arange(num_tokens, device=lens.device)
+    return replace(
+        decode,
+        block_table=decode.block_table[owner],
+        seq_lens=decode.seq_lens[owner] - (last - 1 - token).int(),
+        decode_lens=torch.ones_like(owner, dtype=lens.dtype),
+        requires_padding=False,
+    )
+
+
 def install(module: MutableMapping[str, Any]) -> None:
     """Put a switch before the indexer's functions of `vllm.utils.deep_gemm`."""
     for name, ours in (
