@@ -198,6 +198,23 @@ def test_a_row_depends_on_nothing_but_itself(device: str) -> None:
         assert torch.equal(logits[0, :length], together[b, :length])
 
 
+def test_rows_of_one_request_may_be_requests(device: str) -> None:
+    """As vLLM passes them with `indices` of their requests, which say nothing new."""
+    arguments = Decode("rows", next_n=3, lens=(66, 130), shape="Bn").build(device)
+    expected = reference.paged_mqa_logits(**arguments)
+    q, lens, table = (arguments[n] for n in ("q", "context_lens", "block_table"))
+    arguments["q"] = q.reshape(-1, 1, *q.shape[2:])
+    arguments["context_lens"] = lens.reshape(-1, 1)
+    for repeated in (table.repeat_interleave(3, dim=0), table.repeat(3, 1)):
+        logits = mqa.paged_mqa_logits(**{**arguments, "block_table": repeated})
+        if repeated[1].equal(table[0]):
+            logits[expected == -torch.inf] = -torch.inf
+            check_logits("rows", logits, expected)
+        else:  # the lines of the table in another order
+            with pytest.raises(MismatchError):
+                check_logits("rows", logits, expected)
+
+
 def test_top_k_is_that_of_the_reference(device: str) -> None:
     """A share of 0.999 of the picks, and every pick that is not a near tie."""
     prefill = Prefill("top-k", requests=((1000, 6),), seed=3).build(device)

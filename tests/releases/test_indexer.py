@@ -191,17 +191,26 @@ def test_half_of_the_kernels_is_none(
 def test_the_kernels_are_given_vllms_arguments(
     release: str, ask: Callable[..., Answer]
 ) -> None:
-    assert ask(release, "patched", None)["handed_on"] == {
-        "prefill": ["tensor([1.])", "k", "ks", "w", "start", "end", "clean=False"],
-        "decode": ["tensor([1.])", "cache", "w", "lens", "table", "99", "clean=True"],
-        "schedule": ["[133, 2]", "torch.int32"],
+    answer = ask(release, "patched", None)
+    prefill = ["tensor([1.])", "k", "ks", "w", "start", "end", "clean=False"]
+    decode = ["tensor([1.])", "cache", "w", "lens", "table", "99"]
+    schedule = ["[133, 2]", "torch.int32"]
+    assert answer["handed_on"] == {
+        "prefill": [*prefill, "width=None"],
+        "decode": [*decode, "clean=True"],
+        "schedule": schedule,
+    }
+    assert answer["handed_on_later"] == {
+        "prefill": [*prefill, "width=77"],
+        "decode": [*decode, "clean=False"],
+        "schedule": schedule,
     }
 
 
 @pytest.mark.parametrize(
     ("release", "names"),
     [
-        ("0.16.0", ["bounded_chunks"]),
+        ("0.16.0", ["bounded_chunks", "one_query_each"]),
         ("0.23.0", ["has_mqa_logits", "persistent_topk_fits"]),
     ],
 )

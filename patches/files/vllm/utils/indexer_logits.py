@@ -118,8 +118,8 @@ def bounded_chunks(chunks: Sequence[Any]) -> Sequence[Any]:
 def one_query_each(decode: Any | None, num_tokens: int) -> Any | None:
     """Make each token of a decode batch a request, if the requests have unequal many.
 
-    vLLM before 0.19.0 pads such a batch, of speculative decoding: by a kernel that
-    needs float8, as SM80 and SM86 have not, and it pads neither the weights nor the
+    vLLM 0.16.0 pads such a batch, of speculative decoding: by a kernel that needs
+    float8, which SM80 and SM86 do not have, and it pads neither the weights nor the
     lengths alike, so that a token is scored with another's. Requests of one token
     need no padding. The keys of a request are read once for each of its tokens then.
 
