@@ -213,6 +213,7 @@ def mqa_variants(arch: int, layout: str) -> list[dict[str, object]]:
                 "QUERIES": max(1, config.columns // heads),
                 "PAGE": mqa.PAGE,
                 "BLOCK_B": mqa.request_block(requests),
+                "BLOCK_T": mqa.BLOCK_T,
                 # Triton makes a constant of an argument that is 1.
                 **({"next_n": 1} if next_n == 1 else {}),
             }

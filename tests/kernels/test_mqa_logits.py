@@ -26,7 +26,7 @@ def on_both_kinds_of_chip(
     elif request.param != mqa.has_float8(torch.cuda.get_device_capability()):
         if request.param:
             pytest.skip("this GPU has no float8")
-        monkeypatch.setattr(mqa, "has_float8", lambda _: False)
+        monkeypatch.setattr(mqa, "_capability", lambda _: capability)
 
 
 @pytest.mark.usefixtures("on_both_kinds_of_chip")
