@@ -7,6 +7,7 @@ objects that cannot be compiled.
     python tests/kernels/compile_variants.py [ARCH ...]
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -47,6 +48,7 @@ MERGES = (2, 32, 128)
 # Index heads, and tokens a request in decode, on each side of a decision there.
 INDEX_HEADS = (32, 64)
 NEXT_N = (1, 2, 4)
+REQUESTS = (32, 512)  # one warp's, and vLLM's usual most
 # What vLLM passes is 16-aligned; a pool with odd strides is not, and then the
 # loads are narrower. Strides of a giant pool do not fit 32 bits.
 LAYOUTS = ("aligned", "odd", "wide")
@@ -223,7 +225,15 @@ def mqa_variants(arch: int, layout: str) -> list[dict[str, object]]:
     whole = dict.fromkeys(("starts", "ends", "context_lens", "block_table"), "*i32")
     # Counts fit 32 bits whatever the strides are.
     counts = dict.fromkeys(
-        ("num_queries", "num_keys", "num_requests", "next_n", "num_blocks", "longest"),
+        (
+            "num_queries",
+            "num_keys",
+            "width",
+            "num_requests",
+            "next_n",
+            "num_blocks",
+            "longest",
+        ),
         "i32",
     )
     keys = dict.fromkeys(("q", "k", "keys"), eight_bits)
@@ -232,22 +242,26 @@ def mqa_variants(arch: int, layout: str) -> list[dict[str, object]]:
     kernels = []
     for heads in INDEX_HEADS:
         config = mqa.prefill_config(capability)
-        constants = {
-            "QUERIES": config.columns // heads,
-            "BLOCK_N": config.block_n,
-            "SPAN": config.span,
-        }
-        kernels.append(("mqa_logits", mqa._mqa_logits_kernel, heads, config, constants))
-        for next_n in NEXT_N:
+        for shifted in (False, True):
+            constants = {
+                "QUERIES": config.columns // heads,
+                "BLOCK_N": config.block_n,
+                "SPAN": config.span,
+                "SHIFTED": shifted,
+            }
+            name = f"mqa_logits{'-shifted' if shifted else ''}"
+            kernels.append((name, mqa._mqa_logits_kernel, heads, config, constants))
+        for next_n, requests in itertools.product(NEXT_N, REQUESTS):
             config = mqa.decode_config(capability, next_n * heads)
             constants = {
                 "QUERIES": max(1, config.columns // heads),
                 "PAGE": mqa.PAGE,
-                "BLOCK_B": mqa.BLOCK_B,
+                "BLOCK_B": mqa.request_block(requests),
+                "BLOCK_T": mqa.BLOCK_T,
                 # Triton makes a constant of an argument that is 1.
                 **({"next_n": 1} if next_n == 1 else {}),
             }
-            name = f"paged_logits-next{next_n}"
+            name = f"paged_logits-next{next_n}-requests{requests}"
             kernels.append(
                 (name, mqa._paged_mqa_logits_kernel, heads, config, constants)
             )

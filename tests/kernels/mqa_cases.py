@@ -143,5 +143,10 @@ DECODE: list[Decode] = [
     Decode("longer-than-max-len", lens=(300, 10), max_len=100),
     Decode("longer-than-the-table", lens=(128,), spare_pages=0, max_len=500),
     Decode("padded-blocks", lens=(100, 70), padding=64),
+    # A program's share is more pages than it reads block numbers at once.
+    Decode("many-pages", lens=(64 * 45, 9), max_len=64 * 45 * 2, spare_pages=0),
+    Decode(
+        "many-pages-8", heads=64, next_n=2, lens=(64 * 40, 64 * 70 - 3), max_len=5000
+    ),
     Decode("many-requests", lens=tuple(n % 3 for n in range(260)), max_len=70),
 ]

@@ -25,14 +25,28 @@ def mqa_logits(
     """
     num_queries, num_keys = q.shape[0], k.shape[0]
     logits = torch.full((num_queries, num_keys), -torch.inf, dtype=torch.float64)
+    k, k_scale = k.double().cpu(), k_scale.double().cpu()
     for m in range(num_queries):
         low, high = max(0, int(starts[m])), min(num_keys, int(ends[m]))
         if low < high:
-            rows = k[low:high].double().cpu()  # [n, 128]
-            scores = (q[m].double().cpu() @ rows.T).relu()  # [H, n]
+            scores = (q[m].double().cpu() @ k[low:high].T).relu()  # [H, n]
             summed = weights[m].double().cpu() @ scores
-            logits[m, low:high] = summed * k_scale[low:high].double().cpu()
+            logits[m, low:high] = summed * k_scale[low:high]
     return logits
+
+
+def shifted(
+    logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, width: int
+) -> torch.Tensor:
+    """`[M, width]`: of each row of `logits`, its first `width` keys from column 0 on.
+
+    Args: logits `[M, N]`; starts and ends `[M]`, any numbers. All else is -inf.
+    """
+    moved = torch.full((logits.shape[0], width), -torch.inf, dtype=logits.dtype)
+    for m, row in enumerate(logits):
+        keys = row[max(0, int(starts[m])) : max(0, int(ends[m]))][:width]
+        moved[m, : len(keys)] = keys
+    return moved
 
 
 def unpack_page(page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend inside each release's real vLLM, each in a process of its own."""
+"""Backend and indexer inside each release's real vLLM, each in its own process."""
 
 import os
 import subprocess
@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-TESTS = Path(__file__).with_name("test_backend.py")
+HERE = Path(__file__).parent
 
 
+@pytest.mark.parametrize("tests", ["test_backend.py", "test_indexer_layer.py"])
 @pytest.mark.parametrize("release", ["0.16.0", "0.23.0"])
-def test_backend(release: str) -> None:
+def test_in_the_release(release: str, tests: str) -> None:
+    if tests == "test_indexer_layer.py" and torch.cuda.is_available():
+        pytest.skip("a GPU runs tests/e2e/indexer_on_gpu.py instead")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / tests],
         env=os.environ | {"GLM5_PATCH_RELEASE": release},
         capture_output=True,
         text=True,

@@ -14,6 +14,7 @@ from compile_variants import (
     LAYOUTS,
     MERGES,
     NEXT_N,
+    REQUESTS,
     SHAPES,
     SHARED_LIMIT,
 )
@@ -54,8 +55,10 @@ def test_all_chips_dtypes_shapes_and_layouts_are_there(variants: Variants) -> No
         ours = [name for name in variants if name.startswith(f"sm{arch}-")]
         # aligned: 3 numbers of splits in 2 dtypes; wide: 2 dtypes; odd: one
         attention = sum(map(len, configs)) * 9 + len(MERGES)
-        # prefill, and decode for each number of tokens; not in the odd layout
-        indexer = len(INDEX_HEADS) * (1 + len(NEXT_N)) * (len(LAYOUTS) - 1)
+        # two of prefill, and decode for each number of tokens and of requests; not in
+        # the odd layout
+        decode = len(NEXT_N) * len(REQUESTS)
+        indexer = len(INDEX_HEADS) * (2 + decode) * (len(LAYOUTS) - 1)
         # the lookup in each layout, and the write of rows
         assert len(ours) == attention + indexer + len(LAYOUTS) + 1
 

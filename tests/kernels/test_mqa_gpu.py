@@ -29,7 +29,8 @@ def test_decode_at_real_sizes(
 ) -> None:
     if native and not mqa.has_float8(torch.cuda.get_device_capability()):
         pytest.skip("this GPU has no float8")
-    monkeypatch.setattr(mqa, "has_float8", lambda _: native)
+    if not native:
+        monkeypatch.setattr(mqa, "_capability", lambda _: (8, 0))
     arguments = case.build("cuda")
     logits = mqa.paged_mqa_logits(**arguments, clean=True)
     expected = reference.paged_mqa_logits(**arguments)
@@ -46,7 +47,8 @@ def test_prefill_and_top_k_at_real_sizes(
 ) -> None:
     if native and not mqa.has_float8(torch.cuda.get_device_capability()):
         pytest.skip("this GPU has no float8")
-    monkeypatch.setattr(mqa, "has_float8", lambda _: native)
+    if not native:
+        monkeypatch.setattr(mqa, "_capability", lambda _: (8, 0))
     case = Prefill("16k", heads=heads, requests=((16_000, 200), (900, 57)))
     arguments = case.build("cuda")
     logits = mqa.mqa_logits(**arguments, clean=True)

@@ -26,7 +26,7 @@ def on_both_kinds_of_chip(
     elif request.param != mqa.has_float8(torch.cuda.get_device_capability()):
         if request.param:
             pytest.skip("this GPU has no float8")
-        monkeypatch.setattr(mqa, "has_float8", lambda _: False)
+        monkeypatch.setattr(mqa, "_capability", lambda _: capability)
 
 
 @pytest.mark.usefixtures("on_both_kinds_of_chip")
@@ -37,6 +37,26 @@ def test_prefill_agrees_with_the_reference(case: Prefill, device: str) -> None:
     expected = reference.mqa_logits(**arguments)
     assert logits.dtype == torch.float32
     check_logits(case.name, logits, expected)
+
+
+@pytest.mark.usefixtures("on_both_kinds_of_chip")
+@pytest.mark.parametrize("case", PREFILL, ids=lambda case: case.name)
+def test_a_row_may_start_at_column_zero(case: Prefill, device: str) -> None:
+    """As vLLM 0.33.0 has it: wider than any row, and too narrow for the longest."""
+    arguments = case.build(device)
+    expected = reference.mqa_logits(**arguments)
+    starts, ends = arguments["starts"], arguments["ends"]
+    longest = int((ends - starts).max())
+    for width in (longest, longest + 3, max(1, longest - 2)):
+        logits = mqa.mqa_logits(**arguments, width=width, clean=True)
+        assert list(logits.shape) == [len(starts), width]
+        due = reference.shifted(expected, starts, ends, width)
+        check_logits(f"{case.name}, {width} columns", logits, due)
+        if starts.any():
+            with pytest.raises(MismatchError):
+                unmoved = torch.full_like(due, -torch.inf)
+                unmoved[:, : expected.shape[1]] = expected[:, :width]
+                check_logits("not shifted", logits, unmoved)
 
 
 @pytest.mark.usefixtures("on_both_kinds_of_chip")
@@ -85,18 +105,25 @@ def test_columns_that_are_no_keys_are_not_written(
     monkeypatch.setattr(mqa, "_empty_logits", poisoned)
     prefill = PREFILL[2].build(device)
     decode = next(c for c in DECODE if c.name == "next-2-short").build(device)
-    for logits, expected in (
-        (mqa.mqa_logits(**prefill, clean=clean), reference.mqa_logits(**prefill)),
+    all_keys = reference.mqa_logits(**prefill)
+    bounds = prefill["starts"], prefill["ends"], 60  # the longest row has 92 keys
+    results = (
+        (mqa.mqa_logits(**prefill, clean=clean), all_keys),
+        (
+            mqa.mqa_logits(**prefill, width=60, clean=clean),
+            reference.shifted(all_keys, *bounds),
+        ),
         (
             mqa.paged_mqa_logits(**decode, clean=clean),
             reference.paged_mqa_logits(**decode),
         ),
-    ):
+    )
+    for (logits, expected), memory in zip(results, made, strict=True):
         is_key = expected > -torch.inf
         assert is_key.any()
         assert not is_key.all()
         assert (logits.cpu()[~is_key] == 12345.0).all()
-        assert (made[-1][:, logits.shape[1] :] == 12345.0).all()
+        assert (memory[:, logits.shape[1] :] == 12345.0).all()
         assert not (logits.cpu()[is_key] == 12345.0).any()
 
 
@@ -112,7 +139,11 @@ def test_ranges_that_are_empty_reversed_or_too_wide(device: str) -> None:
         arguments[name] = torch.tensor(values, dtype=torch.int32, device=device)
     logits = mqa.mqa_logits(**arguments, clean=True)
     assert (logits[[0, 1, 2, 4, 5]] == -torch.inf).all()
-    check_logits("too wide", logits, reference.mqa_logits(**arguments))
+    expected = reference.mqa_logits(**arguments)
+    check_logits("too wide", logits, expected)
+    due = reference.shifted(expected, arguments["starts"], arguments["ends"], 50)
+    logits = mqa.mqa_logits(**arguments, width=50, clean=True)
+    check_logits("too wide, shifted", logits, due)
 
 
 def test_a_block_outside_of_the_cache_is_never_picked(device: str) -> None:
@@ -165,6 +196,23 @@ def test_a_row_depends_on_nothing_but_itself(device: str) -> None:
             alone[name] = arguments[name][b : b + 1]
         logits = mqa.paged_mqa_logits(**alone)
         assert torch.equal(logits[0, :length], together[b, :length])
+
+
+def test_rows_of_one_request_may_be_requests(device: str) -> None:
+    """As vLLM passes them with `indices` of their requests, which say nothing new."""
+    arguments = Decode("rows", next_n=3, lens=(66, 130), shape="Bn").build(device)
+    expected = reference.paged_mqa_logits(**arguments)
+    q, lens, table = (arguments[n] for n in ("q", "context_lens", "block_table"))
+    arguments["q"] = q.reshape(-1, 1, *q.shape[2:])
+    arguments["context_lens"] = lens.reshape(-1, 1)
+    for repeated in (table.repeat_interleave(3, dim=0), table.repeat(3, 1)):
+        logits = mqa.paged_mqa_logits(**{**arguments, "block_table": repeated})
+        if repeated[1].equal(table[0]):
+            logits[expected == -torch.inf] = -torch.inf
+            check_logits("rows", logits, expected)
+        else:  # the lines of the table in another order
+            with pytest.raises(MismatchError):
+                check_logits("rows", logits, expected)
 
 
 def test_top_k_is_that_of_the_reference(device: str) -> None:
@@ -248,6 +296,10 @@ def test_nothing_to_do(device: str) -> None:
     assert list(mqa.mqa_logits(**{**prefill, **no_queries}).shape) == [0, 8]
     no_keys = {n: prefill[n][:0] for n in ("k", "k_scale")}
     assert list(mqa.mqa_logits(**{**prefill, **no_keys}).shape) == [1, 0]
+    empty = mqa.mqa_logits(**{**prefill, **no_keys}, width=3, clean=True)
+    assert (empty == -torch.inf).all()
+    assert list(empty.shape) == [1, 3]
+    assert list(mqa.mqa_logits(**prefill, width=0).shape) == [1, 0]
     decode = DECODE[1].build(device)
     nobody = {n: decode[n][:0] for n in ("q", "weights", "context_lens", "block_table")}
     assert list(mqa.paged_mqa_logits(**{**decode, **nobody}).shape) == [0, 300]

@@ -31,7 +31,7 @@ NAMES = (
     "fp8_fp4_paged_mqa_logits",
     "get_paged_mqa_logits_metadata",
 )
-HOOKS = ("bounded_chunks", "has_mqa_logits", "persistent_topk_fits")
+HOOKS = ("bounded_chunks", "has_mqa_logits", "one_query_each", "persistent_topk_fits")
 # How many arguments each takes, for a call that only shows who answers.
 COUNT = (6, 8, 6, 8, 3)
 
@@ -43,6 +43,15 @@ def forget_cached_answers() -> None:
             for value in list(vars(module).values()):
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()
+
+
+def refused(hook: Any) -> str | None:
+    """What the hook's first question says of a wrong setting, if it does."""
+    try:
+        hook.has_mqa_logits()
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def called(module: Any, name: str, count: int) -> str:
@@ -88,6 +97,10 @@ def main() -> None:
         hook: Any = None
         with contextlib.suppress(ModuleNotFoundError):
             hook = importlib.import_module("vllm.utils.indexer_logits")
+        refusal = refused(hook) if hook else None
+        if refusal is not None:
+            json.dump({"refusal": refusal}, sys.stdout)
+            return
         answers = {}
         for capability in CAPABILITIES:
             cuda.Device.capability = capability
@@ -121,7 +134,9 @@ def main() -> None:
             for name, value in vars(user).items()
             if hook and value is getattr(hook, name, user) and name in HOOKS
         )
-        handed_on = hand_on(module, torch) if hook else {}
+        handed_on, later = {}, {}
+        if hook and hook.uses_triton():
+            handed_on, later = hand_on(module, torch), hand_on_later(hook, torch)
     own = {
         name: value
         for name, value in vars(module).items()
@@ -132,6 +147,7 @@ def main() -> None:
             "answers": answers,
             "functions": {name: code_of(value) for name, value in own.items()},
             "handed_on": handed_on,
+            "handed_on_later": later,
             "from_hook": from_hook,
             "cuda_initialised": torch.cuda.is_initialized(),
         },
@@ -176,11 +192,70 @@ def pieces(hook: Any, torch: Any) -> list[list[Any]]:
     ]
 
 
+def listen(kernels: Any) -> None:
+    """Have the kernels only tell what they are given."""
+    for name in ("mqa_logits", "paged_mqa_logits"):
+        setattr(
+            kernels,
+            name,
+            lambda *a, **k: [*map(str, a), *(f"{n}={v}" for n, v in sorted(k.items()))],
+        )
+
+
+def hand_on_later(hook: Any, torch: Any) -> dict[str, list[str]]:
+    """The same for functions with the parameters, and calls, of vLLM 0.33.0."""
+
+    def fp8_fp4_mqa_logits(
+        q: Any,
+        kv: Any,
+        weights: Any,
+        cu_seqlen_ks: Any,
+        cu_seqlen_ke: Any,
+        max_seqlen_k: int,
+    ) -> None: ...
+
+    def fp8_fp4_paged_mqa_logits(
+        q: Any,
+        kv_cache: Any,
+        weights: Any,
+        context_lens: Any,
+        block_tables: Any,
+        schedule_metadata: Any,
+        max_model_len: int,
+        indices: Any = None,
+    ) -> None: ...
+
+    def get_paged_mqa_logits_metadata(
+        context_lens: Any, block_size: int, num_sms: int, indices: Any = None
+    ) -> None: ...
+
+    listen(importlib.import_module("vllm.v1.attention.ops.triton_mqa_logits"))
+    later: dict[str, Any] = {
+        f.__name__: f
+        for f in (
+            fp8_fp4_mqa_logits,
+            fp8_fp4_paged_mqa_logits,
+            get_paged_mqa_logits_metadata,
+        )
+    }
+    hook.install(later)
+    q = (torch.ones(1), None)
+    schedule = later["get_paged_mqa_logits_metadata"](
+        torch.ones(3, 1), 64, 132, indices="rows"
+    )
+    return {
+        "prefill": later["fp8_fp4_mqa_logits"](q, ("k", "ks"), "w", "start", "end", 77),
+        "decode": later["fp8_fp4_paged_mqa_logits"](
+            q, "cache", "w", "lens", "table", schedule, max_model_len=99, indices="rows"
+        ),
+        "schedule": [str(list(schedule.shape)), str(schedule.dtype)],
+    }
+
+
 def hand_on(module: Any, torch: Any) -> dict[str, list[str]]:
     """What the kernels are given for a call with vLLM's own argument names."""
     kernels = importlib.import_module("vllm.v1.attention.ops.triton_mqa_logits")
-    for name in ("mqa_logits", "paged_mqa_logits"):
-        setattr(kernels, name, lambda *a, **k: [*map(str, a), f"clean={k['clean']}"])
+    listen(kernels)
     tuples = hasattr(module, "fp8_fp4_mqa_logits")
     prefix = "fp8_fp4" if tuples else "fp8"
     q = torch.ones(1)

@@ -21,6 +21,7 @@ RELEASES = ("0.16.0", "0.23.0")
 OLD = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata")
 NEW = ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", OLD[2])
 HOOKED = {"0.16.0": OLD, "0.23.0": NEW}
+LIBRARY = "GLM5_PATCH_INDEXER"
 HEADERS = ("sm{}_fp8_mqa_logits.cuh", "sm{}_fp8_paged_mqa_logits.cuh")
 
 # The DeepGEMM that is installed beside vLLM: None, or the chips it has headers for.
@@ -83,8 +84,9 @@ def ask(
         state: str,
         deep_gemm: tuple[str, ...] | None,
         names: tuple[str, ...] = HEADERS,
+        library: str | None = None,
     ) -> Answer:
-        key = (release, state, deep_gemm, names)
+        key = (release, state, deep_gemm, names, library)
         if key not in known:
             modules = patched[release] if state == "patched" else {}
             files = {name: file and str(file) for name, file in modules.items()}
@@ -92,7 +94,12 @@ def ask(
             if deep_gemm is not None:
                 folder = tmp_path_factory.mktemp("deep_gemm")
                 command.append(install_deep_gemm(folder, deep_gemm, names))
-            child = subprocess.run(command, cwd="/", capture_output=True, text=True)
+            environment = {n: v for n, v in os.environ.items() if n != LIBRARY}
+            if library is not None:
+                environment[LIBRARY] = library
+            child = subprocess.run(
+                command, cwd="/", capture_output=True, text=True, env=environment
+            )
             assert child.returncode == 0, child.stderr[-2000:]
             known[key] = json.loads(child.stdout.splitlines()[-1])
         return known[key]
@@ -114,6 +121,37 @@ def test_each_chip_gets_the_functions_it_can_run(
         expected = "ours" if capability in ours else "stock"
         assert answer["called"] == dict.fromkeys(HOOKED[release], expected), capability
         assert answer["guard"] is (capability in ours or chips is not None)
+
+
+@pytest.mark.parametrize("library", ["triton", "deepgemm", ""])
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_user_may_name_the_library(
+    release: str, library: str, ask: Callable[..., Answer]
+) -> None:
+    """Triton on every chip it has kernels for; an empty variable is an unset one."""
+    answers = ask(release, "patched", ("90", "100"), library=library)["answers"]
+    by_chip = ask(release, "patched", ("90", "100"))["answers"]
+    if library == "":
+        assert answers == by_chip
+        return
+    for capability, answer in answers.items():
+        ours = library == "triton" and capability != "7.5"
+        expected = dict.fromkeys(HOOKED[release], "ours" if ours else "stock")
+        assert answer["called"] == expected, capability
+        assert answer["facts"] == by_chip[capability]["facts"]
+        large = capability in {"7.5", "8.0", "9.0", "10.0", "10.3"}
+        assert answer["persistent_topk"] is (large or not ours), capability
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_library_that_is_unknown_is_refused(
+    release: str, ask: Callable[..., Answer]
+) -> None:
+    """By the first question, and the import has gone well before it."""
+    assert ask(release, "patched", None, library="Triton")["refusal"] == (
+        "GLM5_PATCH_INDEXER must be triton or deepgemm, found 'Triton': unset it and "
+        "the GPU decides"
+    )
 
 
 @pytest.mark.parametrize("deep_gemm", DEEP_GEMM)
@@ -153,17 +191,26 @@ def test_half_of_the_kernels_is_none(
 def test_the_kernels_are_given_vllms_arguments(
     release: str, ask: Callable[..., Answer]
 ) -> None:
-    assert ask(release, "patched", None)["handed_on"] == {
-        "prefill": ["tensor([1.])", "k", "ks", "w", "start", "end", "clean=False"],
-        "decode": ["tensor([1.])", "cache", "w", "lens", "table", "99", "clean=True"],
-        "schedule": ["[133, 2]", "torch.int32"],
+    answer = ask(release, "patched", None)
+    prefill = ["tensor([1.])", "k", "ks", "w", "start", "end", "clean=False"]
+    decode = ["tensor([1.])", "cache", "w", "lens", "table", "99"]
+    schedule = ["[133, 2]", "torch.int32"]
+    assert answer["handed_on"] == {
+        "prefill": [*prefill, "width=None"],
+        "decode": [*decode, "clean=True"],
+        "schedule": schedule,
+    }
+    assert answer["handed_on_later"] == {
+        "prefill": [*prefill, "width=77"],
+        "decode": [*decode, "clean=False"],
+        "schedule": schedule,
     }
 
 
 @pytest.mark.parametrize(
     ("release", "names"),
     [
-        ("0.16.0", ["bounded_chunks"]),
+        ("0.16.0", ["bounded_chunks", "one_query_each"]),
         ("0.23.0", ["has_mqa_logits", "persistent_topk_fits"]),
     ],
 )

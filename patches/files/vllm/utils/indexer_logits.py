@@ -3,15 +3,16 @@
 
 `vllm.utils.deep_gemm` hands its namespace to `install`, which puts a switch before
 each of the functions that only the DSA indexer calls. A switch asks on its first
-call, when the GPU is in use anyway, never at import. On SM90 and SM100 it always
-calls what vLLM had there. Nothing else of that module changes: what it says about
-DeepGEMM for GEMM and MoE is as true as before.
+call, when the GPU is in use anyway, never at import. On SM90 and SM100 it calls what
+vLLM had there, unless the user asks for Triton. Nothing else of that module changes:
+what it says about DeepGEMM for GEMM and MoE is as true as before.
 
 The remaining functions stand in, on such chips alone, for what else in the indexer
 of some release takes an SM90 for granted.
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
@@ -20,8 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import has_deep_gemm
+
+logger = init_logger(__name__)
+
+# Environment variable: the library that makes the logits. Unset, the chip decides.
+LIBRARY = "GLM5_PATCH_INDEXER"
+TRITON, DEEP_GEMM = "triton", "deepgemm"
 
 # Chips that vLLM gives to DeepGEMM whatever else holds. Below 8 Triton has no kernel.
 DEEP_GEMM_MAJORS = (9, 10)
@@ -29,23 +37,41 @@ OLDEST_MAJOR = 8
 
 # `_C.persistent_topk` falls back to a kernel that needs 128 KB of shared memory when
 # its programs do not all fit the chip at once, and raises where there is less.
-LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7)})
+LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)})
 
 # From 0.20.0 on vLLM bounds the logits of a prefill by this variable of its own.
 MAX_LOGITS_MB = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
+
+# Arguments of vLLM up to 0.19.1, by their names since.
+OLD_NAMES = {"q_fp8": "q", "kv_cache_fp8": "kv_cache"}
 
 Function = Callable[..., Any]
 
 
 @functools.cache
 def uses_triton() -> bool:
-    """Whether the indexer's logits come from Triton on this chip."""
-    if not current_platform.is_cuda():
+    """Whether the indexer's logits come from Triton here.
+
+    Raises:
+        ValueError: GLM5_PATCH_INDEXER names no library.
+    """
+    library = os.environ.get(LIBRARY, "")
+    if library not in ("", TRITON, DEEP_GEMM):
+        raise ValueError(
+            f"{LIBRARY} must be {TRITON} or {DEEP_GEMM}, found {library!r}: "
+            "unset it and the GPU decides"
+        )
+    if library == DEEP_GEMM or not current_platform.is_cuda():
         return False
     capability = current_platform.get_device_capability()
-    if capability is None or capability.major in DEEP_GEMM_MAJORS:
+    if capability is None or capability.major < OLDEST_MAJOR:
         return False
-    return capability.major >= OLDEST_MAJOR and not _deep_gemm_serves(capability.major)
+    chosen = library == TRITON or not (
+        capability.major in DEEP_GEMM_MAJORS or _deep_gemm_serves(capability.major)
+    )
+    if chosen:
+        logger.info("The DSA indexer's logits come from Triton kernels.")
+    return chosen
 
 
 def has_mqa_logits() -> bool:
@@ -89,6 +115,34 @@ def bounded_chunks(chunks: Sequence[Any]) -> Sequence[Any]:
     return pieces
 
 
+def one_query_each(decode: Any | None, num_tokens: int) -> Any | None:
+    """Make each token of a decode batch a request, if the requests have unequal many.
+
+    vLLM 0.16.0 pads such a batch, of speculative decoding: by a kernel that needs
+    float8, which SM80 and SM86 do not have, and it pads neither the weights nor the
+    lengths alike, so that a token is scored with another's. Requests of one token
+    need no padding. The keys of a request are read once for each of its tokens then.
+
+    Args:
+        decode: the batch, or None where there is none. `block_table` `[B, num_pages]`,
+            `seq_lens` `[B]` and `decode_lens` `[B]`, tokens to decode, int32.
+        num_tokens: the sum of `decode_lens`, so that nobody waits for the GPU.
+    """
+    if decode is None or not decode.requires_padding or not uses_triton():
+        return decode
+    lens = decode.decode_lens
+    owner = torch.repeat_interleave(lens, output_size=num_tokens)
+    last = lens.cumsum(0)[owner]  # the token after the last one of the same request
+    token = torch.arange(num_tokens, device=lens.device)
+    return replace(
+        decode,
+        block_table=decode.block_table[owner],
+        seq_lens=decode.seq_lens[owner] - (last - 1 - token).int(),
+        decode_lens=torch.ones_like(owner, dtype=lens.dtype),
+        requires_padding=False,
+    )
+
+
 def install(module: MutableMapping[str, Any]) -> None:
     """Put a switch before the indexer's functions of `vllm.utils.deep_gemm`."""
     for name, ours in (
@@ -103,9 +157,15 @@ def install(module: MutableMapping[str, Any]) -> None:
 
 
 def _switch(stock: Function, ours: Function) -> Function:
+    # Later releases name an argument alike, and put others in its place.
+    parameters = inspect.signature(stock)
+
     @functools.wraps(stock)
     def switch(*args: Any, **kwargs: Any) -> Any:
-        return (ours if uses_triton() else stock)(*args, **kwargs)
+        if not uses_triton():
+            return stock(*args, **kwargs)
+        given = parameters.bind(*args, **kwargs).arguments
+        return ours(**{OLD_NAMES.get(name, name): given[name] for name in given})
 
     return switch
 
@@ -140,13 +200,21 @@ def _mqa_logits(
     weights: torch.Tensor,
     cu_seqlen_ks: torch.Tensor,
     cu_seqlen_ke: torch.Tensor,
-    clean_logits: bool,
+    clean_logits: bool = False,  # up to 0.32.0
+    max_seqlen_k: int | None = None,  # from 0.33.0, with logits that start at column 0
 ) -> torch.Tensor:
     from vllm.v1.attention.ops.triton_mqa_logits import mqa_logits
 
     k, k_scale = kv
     return mqa_logits(
-        _fp8(q), k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean=clean_logits
+        _fp8(q),
+        k,
+        k_scale,
+        weights,
+        cu_seqlen_ks,
+        cu_seqlen_ke,
+        width=max_seqlen_k,
+        clean=clean_logits,
     )
 
 
@@ -158,11 +226,14 @@ def _paged_mqa_logits(
     block_tables: torch.Tensor,
     schedule_metadata: torch.Tensor,
     max_model_len: int,
-    clean_logits: bool,
+    clean_logits: bool = False,  # up to 0.32.0
+    indices: torch.Tensor | None = None,  # from 0.28.0
 ) -> torch.Tensor:
     from vllm.v1.attention.ops.triton_mqa_logits import paged_mqa_logits
 
     # schedule_metadata is unused: the kernel makes its own schedule on the GPU.
+    # indices, the request of every row, is too: where vLLM has it, each row is a
+    # request here, with a line of its own in the block table.
     return paged_mqa_logits(
         _fp8(q),
         kv_cache,
@@ -175,7 +246,10 @@ def _paged_mqa_logits(
 
 
 def _paged_mqa_logits_metadata(
-    context_lens: torch.Tensor, block_size: int, num_sms: int
+    context_lens: torch.Tensor,
+    block_size: int,
+    num_sms: int,
+    indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Something of the shape that DeepGEMM's schedule has."""
     return torch.zeros((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
@@ -190,7 +264,7 @@ def _fp8(
     values, scales = q
     if scales is not None:
         raise ValueError(
-            "the indexer's query must be float8 on this GPU, found float4 with block "
-            "scales: turn use_fp4_indexer_cache off"
+            "Triton's indexer takes a float8 query without block scales, found "
+            f"{values.dtype} with scales: turn use_fp4_indexer_cache off"
         )
     return values

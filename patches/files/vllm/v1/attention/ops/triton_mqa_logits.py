@@ -12,7 +12,7 @@ side by side as the columns of one matrix product, so that a key is read once
 for all of them; keys are its rows, so that the sum over the heads stays within
 the four lanes that hold a row.
 
-A column that is not a key of the row is not written: what it holds is whatever
+A column that is not a key of its row is not written: what it holds is whatever
 the memory held, unless `clean` asks for -inf. The top-k that follows must keep
 within the same bounds, as vLLM's do.
 
@@ -41,8 +41,8 @@ INTERPRETED_PROCESSORS = 3
 # unknown ones included, are held to the 99 KB of SM86, SM89, SM120 and SM121.
 LARGE_SHARED_MEMORY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 
-# Requests whose lengths a decode program reads in one go.
-BLOCK_B = 256
+# Block numbers that a decode program reads at once: what one warp holds.
+BLOCK_T = 32
 # Rows of logits start at multiples of this many elements: 1 KB, as DeepGEMM's.
 ROW_ALIGNMENT = 256
 
@@ -68,9 +68,13 @@ def prefill_config(capability: tuple[int, int]) -> LaunchConfig:
 
     128 columns by 64 keys are 64 accumulators a thread. Two or three programs
     fit a multiprocessor on every chip: while one sums over its heads, another
-    keeps the tensor cores busy.
+    keeps the tensor cores busy. On an H200 twice the columns were 11 % faster,
+    the best of 48 shapes; the others have been reasoned.
     """
-    del capability  # one shape serves all chips so far
+    if capability == (9, 0):
+        return LaunchConfig(
+            columns=256, block_n=64, num_warps=4, num_stages=3, span=4096
+        )
     return LaunchConfig(columns=128, block_n=64, num_warps=4, num_stages=3, span=2048)
 
 
@@ -78,8 +82,9 @@ def decode_config(capability: tuple[int, int], columns: int) -> LaunchConfig:
     """Pick the launch shape of `paged_mqa_logits` for `next_n * heads` columns.
 
     Decode waits for memory: what counts is how many bytes are on their way,
-    buffers times programs times the 8 KB of a page's keys. The chain of loads is
-    block, then keys, so that 7 stages are 4 buffers of keys, and 5 are 3.
+    buffers times programs times the 8 KB of a page's keys. On an H200 four
+    programs with three buffers were the best of 16 shapes, with float8 and
+    without; chips with less shared memory have room for three programs.
     """
     large = capability in LARGE_SHARED_MEMORY
     # SM89 and SM120 spill registers at 128 columns; they read keys again instead,
@@ -89,12 +94,23 @@ def decode_config(capability: tuple[int, int], columns: int) -> LaunchConfig:
         columns=max(min(HEADS), min(widest, triton.next_power_of_2(columns))),
         block_n=PAGE,
         num_warps=4,
-        num_stages=7 if large else 5,
+        num_stages=3,
         span=4 if large else 3,
         # Three programs of 128 threads share 65,536 registers. Left alone, the
         # compiler stops at 128 on some chips and spills two words.
         max_registers=168,
     )
+
+
+def request_block(num_requests: int) -> int:
+    """Requests whose lengths a decode program reads; each number is a compilation.
+
+    Few requests fit one warp, and then no warp waits for another.
+    """
+    block = 32
+    while block < num_requests:
+        block *= 4
+    return block
 
 
 @triton.jit
@@ -142,9 +158,10 @@ def _mqa_logits_kernel(
     weights,  # [M, HEADS] float32
     starts,  # [M] int32
     ends,  # [M] int32
-    logits,  # [M, N] float32
+    logits,  # [M, width] float32
     num_queries,
     num_keys,
+    width,
     stride_q_m,
     stride_q_h,
     stride_k_n,
@@ -155,6 +172,7 @@ def _mqa_logits_kernel(
     QUERIES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
+    SHIFTED: tl.constexpr,
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -169,6 +187,8 @@ def _mqa_logits_kernel(
     m_m = o_m < num_queries
     b_start = tl.maximum(tl.load(starts + o_m, mask=m_m, other=num_keys), 0)
     b_end = tl.minimum(tl.load(ends + o_m, mask=m_m, other=0), num_keys)
+    if SHIFTED:
+        b_end = tl.minimum(b_end, b_start + width)
     # An empty range must not widen the union of the others.
     m_some = b_start < b_end
     i_low = tl.min(tl.where(m_some, b_start, num_keys), axis=0)
@@ -192,6 +212,8 @@ def _mqa_logits_kernel(
         b_w = tl.load(p_w, mask=m_c, other=0.0)
         # [QUERIES]
         p_row = logits + o_m.to(tl.int64) * stride_logits_m
+        if SHIFTED:
+            p_row -= b_start
 
         for i_n in tl.range(i_low, i_high, BLOCK_N, num_stages=STAGES):
             # [BLOCK_N]
@@ -218,7 +240,7 @@ def _pages(context_lens, o_b, m_b, next_n, stride_lens_b, stride_lens_n, longest
     return tl.cdiv(tl.minimum(b_len, longest), PAGE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_blocks", "longest"])
 def _paged_mqa_logits_kernel(
     q,  # [B, next_n, HEADS, DIM] float8, or int8 of the same bits
     keys,  # the cache as bytes of the type of q: [num_blocks, PAGE * (DIM + 4)]
@@ -246,54 +268,37 @@ def _paged_mqa_logits_kernel(
     PAGE: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # The pages of all requests, one after the other, are dealt out evenly: the
     # grid never changes under a CUDA graph, and one long request among short
     # ones keeps every multiprocessor busy.
-    o_blk = tl.arange(0, BLOCK_B)
-    total = 0
-    for i_b in range(0, num_requests, BLOCK_B):
-        o_b = i_b + o_blk
-        b_pages = _pages(
-            context_lens,
-            o_b,
-            o_b < num_requests,
-            next_n,
-            stride_lens_b,
-            stride_lens_n,
-            longest,
-            PAGE,
-        )
-        total += tl.sum(b_pages, axis=0)
+    # [BLOCK_B]
+    o_b = tl.arange(0, BLOCK_B)
+    b_pages = _pages(
+        context_lens,
+        o_b,
+        o_b < num_requests,
+        next_n,
+        stride_lens_b,
+        stride_lens_n,
+        longest,
+        PAGE,
+    )
+    b_until = tl.cumsum(b_pages, axis=0)
+    total = tl.sum(b_pages, axis=0)
     share = tl.cdiv(total, tl.num_programs(0))
     i_first = tl.program_id(0) * share
-    i_last = tl.minimum(i_first + share, total)
+    left = tl.minimum(share, total - i_first)
 
-    # The request that the first page belongs to, and the pages before it.
-    i_b = 0
-    before = 0
-    seen = 0
-    for i_blk in range(0, num_requests, BLOCK_B):
-        o_b = i_blk + o_blk
-        b_pages = _pages(
-            context_lens,
-            o_b,
-            o_b < num_requests,
-            next_n,
-            stride_lens_b,
-            stride_lens_n,
-            longest,
-            PAGE,
-        )
-        b_until = seen + tl.cumsum(b_pages, axis=0)
-        m_past = (b_until <= i_first) & (o_b < num_requests)
-        i_b += tl.sum(m_past.to(tl.int32), axis=0)
-        before = tl.maximum(before, tl.max(tl.where(m_past, b_until, 0), axis=0))
-        seen += tl.sum(b_pages, axis=0)
+    # The request that the first page belongs to, and which of its pages that is.
+    m_past = b_until <= i_first
+    i_b = tl.sum(m_past.to(tl.int32), axis=0)
+    i_p = i_first - tl.max(tl.where(m_past, b_until, 0), axis=0)
 
-    # [QUERIES], [QUERIES * HEADS], [DIM], [PAGE]
+    # [QUERIES], [QUERIES * HEADS], [DIM], [PAGE], [BLOCK_T]
     i_j = tl.program_id(1) * QUERIES
     o_j = i_j + tl.arange(0, QUERIES)
     m_j = o_j < next_n
@@ -303,10 +308,16 @@ def _paged_mqa_logits_kernel(
     o_d = tl.arange(0, DIM)
     o_n = tl.arange(0, PAGE)
     o_k = o_n[:, None] * DIM + o_d[None, :]
+    o_t = tl.arange(0, BLOCK_T)
 
-    i_page = i_first
-    while i_page < i_last:
+    while left > 0:
         i_b64 = i_b.to(tl.int64)
+        pages = tl.sum(tl.where(o_b == i_b, b_pages, 0), axis=0)
+        steps = tl.minimum(tl.minimum(pages - i_p, left), BLOCK_T)
+        # [BLOCK_T], on its way while the query is: a load in the loop below would
+        # start only after that has arrived.
+        p_table = block_table + i_b64 * stride_table_b + i_p
+        b_blocks = tl.load(p_table + o_t, mask=o_t < steps, other=-1)
         # [QUERIES], the keys of each row
         p_len = context_lens + i_b64 * stride_lens_b + o_j * stride_lens_n
         b_end = tl.load(p_len, mask=m_j, other=0)
@@ -314,11 +325,6 @@ def _paged_mqa_logits_kernel(
             # One length a request is that of its last row.
             b_end = b_end + (o_j + 1 - next_n)
         b_end = tl.minimum(b_end, longest)
-        pages = 0
-        for i_l in range(0, tl.where(stride_lens_n == 0, 1, next_n)):
-            i_len = tl.load(context_lens + i_b64 * stride_lens_b + i_l * stride_lens_n)
-            pages = tl.maximum(pages, tl.cdiv(tl.minimum(i_len, longest), PAGE))
-        i_until = tl.minimum(before + pages, i_last)
 
         # [QUERIES * HEADS, DIM]
         o_qrow = i_b64 * stride_q_b + o_cj * stride_q_n + (o_c % HEADS) * stride_q_h
@@ -329,10 +335,9 @@ def _paged_mqa_logits_kernel(
         b_w = tl.load(p_w, mask=m_c, other=0.0)
         # [QUERIES]
         p_row = logits + (i_b64 * next_n + o_j) * stride_logits_m
-        p_table = block_table + i_b64 * stride_table_b
 
-        for i_p in tl.range(i_page - before, i_until - before, num_stages=STAGES):
-            i_block = tl.load(p_table + i_p)
+        for i_t in tl.range(0, steps, num_stages=STAGES):
+            i_block = tl.sum(tl.where(o_t == i_t, b_blocks, 0), axis=0)
             # A block that does not exist is not read, and its keys not picked.
             m_block = (i_block >= 0) & (i_block < num_blocks)
             i_block = i_block.to(tl.int64)
@@ -344,13 +349,14 @@ def _paged_mqa_logits_kernel(
             # [PAGE, QUERIES]
             b_l = _tile(b_k, b_q, b_w, b_scale, PAGE, QUERIES, HEADS, NATIVE)
             b_l = tl.where(m_block, b_l, float("-inf"))
-            o_l = i_p * PAGE + o_n
+            o_l = (i_p + i_t) * PAGE + o_n
             m_l = (o_l[:, None] < b_end[None, :]) & m_j[None, :]
             tl.store(p_row[None, :] + o_l[:, None], b_l, mask=m_l)
 
-        i_page = tl.maximum(i_page, i_until)
-        before += pages
-        i_b += 1
+        left -= steps
+        i_p += steps
+        i_b += (i_p == pages).to(tl.int32)
+        i_p = tl.where(i_p == pages, 0, i_p)
 
 
 def mqa_logits(
@@ -360,6 +366,7 @@ def mqa_logits(
     weights: torch.Tensor,
     starts: torch.Tensor,
     ends: torch.Tensor,
+    width: int | None = None,
     clean: bool = False,
 ) -> torch.Tensor:
     """Score a contiguous run of keys for every query token (prefill).
@@ -371,10 +378,12 @@ def mqa_logits(
         weights: `[M, H]` float32, with every other factor folded in.
         starts, ends: `[M]` int32; the keys of row m are `starts[m] <= n <
             ends[m]`, cut to 0 .. N; a range may be empty.
+        width: None, and column n is key n. Or the columns of the result: column
+            0 of a row is the first of its keys, and a longer row is cut off.
         clean: fill all other columns with -inf. Otherwise they are not written.
 
     Returns:
-        `[M, N]` float32; its rows start 1 KB apart or a multiple of it.
+        `[M, N]` or `[M, width]` float32; its rows start 1 KB apart or a multiple of it.
 
     Raises:
         ValueError: an argument breaks this contract; the message names both
@@ -389,8 +398,9 @@ def mqa_logits(
     _check("starts", starts, q.device, torch.int32, [num_queries])
     _check("ends", ends, q.device, torch.int32, [num_queries])
 
-    logits = _empty_logits(num_queries, num_keys, q.device, clean)
-    if logits.numel() == 0:
+    columns = num_keys if width is None else width
+    logits = _empty_logits(num_queries, columns, q.device, clean)
+    if logits.numel() == 0 or num_keys == 0:
         return logits
     capability = _capability(q.device)
     config = prefill_config(capability)
@@ -407,6 +417,7 @@ def mqa_logits(
         logits,
         num_queries,
         num_keys,
+        columns,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -417,6 +428,7 @@ def mqa_logits(
         QUERIES=queries,
         BLOCK_N=config.block_n,
         SPAN=config.span,
+        SHIFTED=width is not None,
         NATIVE=native,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
@@ -520,7 +532,8 @@ def paged_mqa_logits(
         DIM=HEAD_DIM,
         PAGE=PAGE,
         QUERIES=queries,
-        BLOCK_B=BLOCK_B,
+        BLOCK_B=request_block(num_requests),
+        BLOCK_T=BLOCK_T,
         NATIVE=native,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
