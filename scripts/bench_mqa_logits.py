@@ -21,10 +21,9 @@ import torch
 import triton
 from graph_timing import graph_us
 
-OPS = Path(__file__).parents[1] / "patches/files/vllm/v1/attention/ops"
-sys.path.insert(0, str(OPS))
+sys.path.insert(0, str(Path(__file__).parents[1] / "patches/files/vllm/v1/attention"))
 
-import triton_mqa_logits as mqa  # noqa: E402
+from ops import triton_mqa_logits as mqa
 
 REPEATS = 20  # replays of a graph
 

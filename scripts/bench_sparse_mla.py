@@ -26,10 +26,15 @@ import triton
 import triton.language as tl
 from graph_timing import graph_us
 
-OPS = Path(__file__).parents[1] / "patches/files/vllm/v1/attention/ops"
-sys.path.insert(0, str(OPS))
+sys.path.insert(0, str(Path(__file__).parents[1] / "patches/files/vllm/v1/attention"))
 
-import triton_sparse_mla as mla  # noqa: E402
+from ops import triton_sparse_mla as mla
+from ops.triton_sparse_launch import (
+    ROW_DIM,
+    LaunchConfig,
+    launch_config,
+    num_splits,
+)
 
 REPEATS = 30  # replays of a graph
 
@@ -96,16 +101,16 @@ class Rotation:
 # What launch_config could have chosen on an H200; docs/kernels.md has the outcome.
 OTHER_SHAPES = {
     8: [
-        mla.LaunchConfig(16, 32, 4, 3, False, 2),
-        mla.LaunchConfig(16, 32, 4, 2, False, 4, 128),
-        mla.LaunchConfig(16, 64, 8, 2, True, 2),
-        mla.LaunchConfig(16, 64, 8, 2, True, 1),
-        mla.LaunchConfig(16, 32, 8, 5, True, 2),
+        LaunchConfig(16, 32, 4, 3, False, 2),
+        LaunchConfig(16, 32, 4, 2, False, 4, 128),
+        LaunchConfig(16, 64, 8, 2, True, 2),
+        LaunchConfig(16, 64, 8, 2, True, 1),
+        LaunchConfig(16, 32, 8, 5, True, 2),
     ],
     64: [
-        mla.LaunchConfig(64, 64, 8, 2, True, 1),
-        mla.LaunchConfig(32, 64, 8, 2, True, 2),
-        mla.LaunchConfig(32, 64, 8, 2, False, 1),
+        LaunchConfig(64, 64, 8, 2, True, 1),
+        LaunchConfig(32, 64, 8, 2, True, 2),
+        LaunchConfig(32, 64, 8, 2, False, 1),
     ],
 }
 
@@ -128,14 +133,14 @@ def measure(
     heads: int,
     pool: torch.Tensor,
     shared: float,
-    shape: mla.LaunchConfig,
+    shape: LaunchConfig,
     with_flashmla: bool,
 ) -> dict[str, float]:
     """Ceiling, kernel and FlashMLA, in microseconds, for one shape."""
     mla.launch_config = lambda *_: shape
     decode = tokens <= 128
     slots = draw_slots(10 if decode else 1, tokens, pool.shape[0] * PAGE, shared)
-    q = torch.randn(tokens, heads, mla.ROW_DIM, device="cuda").to(dtype)
+    q = torch.randn(tokens, heads, ROW_DIM, device="cuda").to(dtype)
     sums = torch.empty(tokens * TOPK, dtype=torch.float32, device="cuda")
     calls = 10 if decode else 1
     row = {
@@ -147,10 +152,10 @@ def measure(
         ),
     }
     if with_flashmla:
-        padded = torch.zeros(tokens, max(heads, 64), mla.ROW_DIM, device="cuda")
+        padded = torch.zeros(tokens, max(heads, 64), ROW_DIM, device="cuda")
         padded = padded.to(dtype)
         padded[:, :heads] = q
-        rows = pool.view(-1, 1, mla.ROW_DIM)
+        rows = pool.view(-1, 1, ROW_DIM)
         forward = torch.ops._flashmla_C.sparse_prefill_fwd
 
         def flashmla(s: torch.Tensor) -> list[torch.Tensor]:
@@ -196,19 +201,18 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
     print(f"triton {triton.__version__}, {arguments.dtype}, top-k {TOPK}, microseconds")
     torch.manual_seed(0)
-    pool = torch.empty(POOL_BLOCKS, PAGE, mla.ROW_DIM, dtype=dtype, device="cuda")
+    pool = torch.empty(POOL_BLOCKS, PAGE, ROW_DIM, dtype=dtype, device="cuda")
     for piece in pool.split(4096):
         piece.normal_()
 
     rows = []
     print("tokens heads    read    ours ours/read   GB/s FlashMLA ours/FlashMLA")
     capability = torch.cuda.get_device_capability()
-    chosen = mla.launch_config
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for tokens, shared in ((1, 0), (8, 0), (32, 0), (128, 0), (2048, 0), (2048, 0.8)):
         context = pool if tokens <= 128 else pool[:PREFILL_BLOCKS]
         for heads in (8, 16, 64, 128):
-            shapes = [chosen(capability, heads, tokens)]
+            shapes = [launch_config(capability, heads, tokens)]
             if arguments.sweep and not shared:
                 shapes += [s for s in OTHER_SHAPES.get(heads, ()) if s not in shapes]
             for shape in shapes:
@@ -216,7 +220,7 @@ def main() -> None:
                 row = measure(
                     dtype, tokens, heads, context, shared, shape, with_flashmla
                 )
-                splits = mla.num_splits(shape, heads, tokens, TOPK, sms)
+                splits = num_splits(shape, heads, tokens, TOPK, sms)
                 rows.append({"tokens": tokens, "heads": heads, "shared": shared, **row})
                 rows[-1] |= {"config": tuple(shape), "splits": splits}
                 print(line(rows[-1]), flush=True)

@@ -18,13 +18,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2] / "patches/files/vllm/v1/attention/ops")
-)
+sys.path.insert(0, str(Path(__file__).parents[2] / "patches/files/vllm/v1/attention"))
 
-import triton_mqa_logits as mqa
-import triton_sparse_mla as mla
-import triton_sparse_slots as lookup
+from ops import triton_mqa_logits as mqa
+from ops import triton_sparse_launch as launch
+from ops import triton_sparse_merge as merging
+from ops import triton_sparse_mla as mla
+from ops import triton_sparse_slots as lookup
 
 # Shared memory that one program may have, in bytes (CUDA programming guide).
 SHARED_LIMIT = {
@@ -109,7 +109,8 @@ def attention_variants(
 ) -> list[dict[str, object]]:
     results = []
     shapes = {
-        mla.launch_config(divmod(arch, 10), *shape): shape for shape in reversed(SHAPES)
+        launch.launch_config(divmod(arch, 10), *shape): shape
+        for shape in reversed(SHAPES)
     }
     for config, (heads, tokens) in shapes.items():
         # Whole; split (float32 out) with several steps, and with one.
@@ -131,8 +132,8 @@ def attention_variants(
                     "KEYS": steps * config.block_n,
                     "PAGE": 64,
                     "PAGES_ADJOIN": layout == "aligned",
-                    "LATENT": mla.LATENT_DIM,
-                    "ROPE": mla.ROPE_DIM,
+                    "LATENT": launch.LATENT_DIM,
+                    "ROPE": launch.ROPE_DIM,
                     "BLOCK_H": config.block_h,
                     "BLOCK_N": config.block_n,
                     "LATENT_DOWN": config.latent_down,
@@ -151,14 +152,14 @@ def attention_variants(
     if layout == "aligned" and dtype == "fp16":  # all its strides are its own
         for splits in MERGES:
             measured = compile_for(
-                mla._merge_kernel,
+                merging._merge_kernel,
                 arch,
                 {"part": "*fp32", "part_lse": "*fp32", "out": f"*{dtype}"}
                 | {"lse": "*fp32"},
                 {
                     "SPLITS": splits,
-                    "LATENT": mla.LATENT_DIM,
-                    "BLOCK_D": mla.merge_block(splits),
+                    "LATENT": launch.LATENT_DIM,
+                    "BLOCK_D": merging.merge_block(splits),
                 },
                 integer,
                 aligned,

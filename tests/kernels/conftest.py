@@ -16,7 +16,8 @@ import torch
 collect_ignore = ["test_backend.py"]
 
 FILES = Path(__file__).parents[2] / "patches" / "files"
-sys.path.insert(0, str(FILES / "vllm" / "v1" / "attention" / "ops"))
+# The kernels import no vLLM, but each other: as the package `ops`.
+sys.path.insert(0, str(FILES / "vllm" / "v1" / "attention"))
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":

@@ -16,7 +16,7 @@ from compile_variants import (
     SHAPES,
     SHARED_LIMIT,
 )
-from triton_sparse_mla import MAX_HEADS, launch_config
+from ops.triton_sparse_launch import MAX_HEADS, launch_config
 
 SCRIPT = Path(__file__).with_name("compile_variants.py")
 

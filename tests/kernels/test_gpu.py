@@ -10,8 +10,8 @@ import reference
 import torch
 from cases import LARGE_CASES, PAGE, ROW_DIM, Case
 from compare import MismatchError, check_lse, check_out
-from triton_sparse_mla import sparse_mla
-from triton_sparse_slots import slots_from_positions
+from ops.triton_sparse_mla import sparse_mla
+from ops.triton_sparse_slots import slots_from_positions
 
 pytestmark = [
     pytest.mark.gpu,

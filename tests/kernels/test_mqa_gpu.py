@@ -4,10 +4,10 @@
 import mqa_reference as reference
 import pytest
 import torch
-import triton_mqa_logits as mqa
 from compare import MismatchError
 from mqa_cases import Decode, Prefill
 from mqa_compare import check_logits, topk_overlap
+from ops import triton_mqa_logits as mqa
 
 pytestmark = [
     pytest.mark.gpu,

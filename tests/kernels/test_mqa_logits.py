@@ -7,10 +7,10 @@ from dataclasses import replace
 import mqa_reference as reference
 import pytest
 import torch
-import triton_mqa_logits as mqa
 from compare import MismatchError
 from mqa_cases import DECODE, NAN_BYTE, PREFILL, Decode, Prefill
 from mqa_compare import check_logits, topk_overlap
+from ops import triton_mqa_logits as mqa
 
 Arguments = dict[str, object]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import reference
 import torch
-from triton_sparse_slots import BLOCK, slots_from_positions
+from ops.triton_sparse_slots import BLOCK, slots_from_positions
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 

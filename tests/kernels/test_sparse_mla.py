@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-import triton_sparse_mla
 from cases import CASES, PAGE, ROW_DIM, Case, Inputs
 from compare import MismatchError, check_lse, check_out
-from triton_sparse_mla import (
+from ops import triton_sparse_mla
+from ops.triton_sparse_launch import (
     LATENT_DIM,
+    chip,
     launch_config,
     num_splits,
-    sparse_mla,
     workspace_size,
 )
+from ops.triton_sparse_mla import sparse_mla
 
 ids = [case.name for case in CASES]
 
@@ -242,7 +243,7 @@ def test_a_workspace_is_used_and_checked(
 
 def test_the_workspace_is_large_enough_for_all(device: str) -> None:
     """Every number of tokens, on whatever chip this runs on."""
-    capability, num_sms = triton_sparse_mla._chip(torch.device(device))
+    capability, num_sms = chip(torch.device(device))
     for heads in (1, 16, 64, 128):
         room = workspace_size(heads, 2048, torch.device(device))
         for tokens in range(1, 600):

@@ -18,82 +18,20 @@ Nothing here imports vLLM: the kernel is built for float16 and bfloat16, from
 SM80 on, and runs under TRITON_INTERPRET=1 on the CPU.
 """
 
-import math
-from functools import cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-LATENT_DIM = 512
-ROPE_DIM = 64
-ROW_DIM = LATENT_DIM + ROPE_DIM
-MAX_HEADS = 128
-
-# What TRITON_INTERPRET=1 on the CPU pretends to be: the chips with the least
-# shared memory, whose configuration most users of this kernel run.
-INTERPRETED_CAPABILITY = (8, 6)
-INTERPRETED_SMS = 8
-
-# Chips that give a program 160 KB of shared memory or more. All others, unknown
-# ones included, are held to the 99 KB of SM86, SM89, SM120 and SM121.
-LARGE_SHARED_MEMORY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
-
-
-class LaunchConfig(NamedTuple):
-    """How one program of the kernel is shaped."""
-
-    block_h: int  # heads of one program; the tensor cores want at least 16
-    block_n: int  # cache rows of one step, a power of two, at least 16
-    num_warps: int
-    num_stages: int  # of loads in flight. The chain is slot, then row, and slots run
-    # ahead: in `mma.sync` shapes 5 gives the rows two buffers, 3 gives them one
-    latent_down: bool  # accumulate [LATENT, heads]: see the kernel
-    programs_per_sm: int  # that fit at a time; decides the number of splits
-    max_registers: int | None = None  # of a thread, where more programs must fit
-
-
-def launch_config(
-    capability: tuple[int, int], num_heads: int, num_tokens: int
-) -> LaunchConfig:
-    """Pick the launch shape for a compute capability, heads and tokens.
-
-    Pure, so that tests can compile every answer without a GPU. Two limits
-    decide. The float32 accumulator of `block_h` x 512 lives in registers, and
-    so does, for 16 heads, the query. The buffers of `block_n` rows of 1152 bytes
-    and the query live in shared memory. docs/kernels.md has the measurements
-    (SM90) and the arguments (all others).
-    """
-    if capability == (9, 0):
-        if num_heads <= 16:
-            if num_tokens <= 8:
-                return LaunchConfig(16, 32, 4, 3, False, 2)
-            return LaunchConfig(16, 64, 8, 2, True, 2)
-        if num_heads <= 32:
-            return LaunchConfig(32, 32, 8, 3, False, 1)
-        return LaunchConfig(64, 64, 8, 2, False, 1)
-    if num_heads <= 16:
-        return LaunchConfig(16, 32, 8, 5, False, 1)
-    if capability in LARGE_SHARED_MEMORY:
-        return LaunchConfig(32, 32, 8, 5, False, 1)
-    return LaunchConfig(32, 16, 8, 5, False, 1)
-
-
-def num_splits(
-    config: LaunchConfig, num_heads: int, num_tokens: int, topk: int, num_sms: int
-) -> int:
-    """Over how many programs to split the keys of a token; a power of two.
-
-    As many as the chip runs at a time, and no more than there are steps. Powers
-    of two, so that a class of batch sizes that shares a binary contains a power
-    of two itself: vLLM captures its graphs for those, and nothing is left to
-    compile later.
-    """
-    head_blocks = triton.cdiv(num_heads, config.block_h)
-    room = config.programs_per_sm * num_sms // (num_tokens * head_blocks)
-    steps = triton.cdiv(topk, config.block_n)
-    return 1 << (max(1, min(room, steps)).bit_length() - 1)
+from .triton_sparse_launch import (
+    LATENT_DIM,
+    MAX_HEADS,
+    ROPE_DIM,
+    ROW_DIM,
+    chip,
+    launch_config,
+    num_splits,
+)
+from .triton_sparse_merge import merge, split_room
 
 
 @triton.jit
@@ -248,39 +186,6 @@ def _sparse_mla_kernel(
     tl.store(p_lse, b_lse, mask=m_h)
 
 
-@triton.jit(do_not_specialize=["num_heads"])
-def _merge_kernel(
-    part,  # [T, SPLITS, H, LATENT] float32, contiguous
-    part_lse,  # [T, SPLITS, H] float32, contiguous
-    out,  # [T, H, LATENT], contiguous
-    lse,  # [T, H] float32, contiguous
-    num_heads,
-    SPLITS: tl.constexpr,
-    LATENT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """out = sum_s part[s] * exp(lse[s]) / sum_s exp(lse[s]), for each head."""
-    i_th = tl.program_id(0).to(tl.int64)
-    i_d = tl.program_id(1)
-    # [SPLITS], [BLOCK_D]
-    o_row = (i_th // num_heads) * SPLITS + tl.arange(0, SPLITS)
-    o_row = o_row * num_heads + i_th % num_heads
-    o_d = i_d * BLOCK_D + tl.arange(0, BLOCK_D)
-
-    b_lse = tl.load(part_lse + o_row)
-    # [SPLITS, BLOCK_D]
-    b_part = tl.load(part + o_row[:, None] * LATENT + o_d[None, :])
-    b_max = tl.max(b_lse, axis=0)
-    b_ref = tl.where(b_max == float("-inf"), 0.0, b_max)
-    b_weight = tl.exp(b_lse - b_ref)
-    # A split that holds the maximum has weight 1: the sum is 0 or at least 1.
-    b_sum = tl.sum(b_weight, axis=0)
-    b_out = tl.sum(b_part * b_weight[:, None], axis=0) / tl.maximum(b_sum, 1.0)
-    tl.store(out + i_th * LATENT + o_d, b_out.to(out.dtype.element_ty))
-    if i_d == 0:
-        tl.store(lse + i_th, b_ref + tl.log(b_sum))
-
-
 def sparse_mla(
     q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_cache: torch.Tensor,
@@ -328,12 +233,12 @@ def sparse_mla(
         return out, lse
 
     topk = slots.shape[1]
-    capability, num_sms = _chip(q_nope.device)
+    capability, num_sms = chip(q_nope.device)
     config = launch_config(capability, num_heads, num_tokens)
     splits = num_splits(config, num_heads, num_tokens, topk, num_sms)
     part, part_lse = out, lse
     if splits > 1:
-        part, part_lse = _split_results(
+        part, part_lse = split_room(
             workspace, (num_tokens, splits, num_heads), q_nope.device
         )
 
@@ -377,62 +282,8 @@ def sparse_mla(
         maxnreg=config.max_registers,
     )
     if splits > 1:
-        block_d = merge_block(splits)
-        _merge_kernel[(num_tokens * num_heads, LATENT_DIM // block_d)](
-            part,
-            part_lse,
-            out,
-            lse,
-            num_heads,
-            SPLITS=splits,
-            LATENT=LATENT_DIM,
-            BLOCK_D=block_d,
-            num_warps=4,
-        )
+        merge(part, part_lse, out, lse, splits)
     return out, lse
-
-
-def merge_block(splits: int) -> int:
-    """Latents of one merge program: narrow where there is much to add up."""
-    return 128 if splits <= 16 else 64
-
-
-def workspace_size(num_heads: int, topk: int, device: torch.device) -> int:
-    """Float32 elements that the splits of any number of tokens may need."""
-    capability, num_sms = _chip(device)
-    rows = 0
-    tokens = 1
-    # Tokens times splits is largest where a class of tokens ends.
-    while True:
-        config = launch_config(capability, num_heads, tokens)
-        splits = num_splits(config, num_heads, tokens, topk, num_sms)
-        if splits == 1:
-            return rows * num_heads * (LATENT_DIM + 1)
-        rows = max(rows, tokens * splits)
-        tokens += 1
-
-
-def _split_results(
-    workspace: torch.Tensor | None, rows: tuple[int, int, int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the output and the LSE of every token, split and head."""
-    count = math.prod(rows)
-    if workspace is None:
-        workspace = torch.empty(
-            count * (LATENT_DIM + 1), dtype=torch.float32, device=device
-        )
-    elif (
-        workspace.dtype != torch.float32
-        or not workspace.is_contiguous()
-        or workspace.numel() < count * (LATENT_DIM + 1)
-    ):
-        raise ValueError(
-            f"workspace must be contiguous, torch.float32 and have at least "
-            f"{count * (LATENT_DIM + 1)} elements, found {workspace.dtype} and "
-            f"{workspace.numel()}"
-        )
-    flat = workspace.view(-1)
-    return flat, flat[count * LATENT_DIM :]
 
 
 def _split_query(
@@ -498,12 +349,3 @@ def _check_arguments(
                 f"{name} must be contiguous in its last dimension, "
                 f"found stride {tensor.stride(-1)}"
             )
-
-
-@cache
-def _chip(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors; asked once, it costs microseconds."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return (properties.major, properties.minor), properties.multi_processor_count
-    return INTERPRETED_CAPABILITY, INTERPRETED_SMS

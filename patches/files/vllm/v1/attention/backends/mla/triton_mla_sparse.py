@@ -17,7 +17,8 @@ from vllm.v1.attention.backend import (
     AttentionMetadata,
     AttentionMetadataBuilder,
 )
-from vllm.v1.attention.ops.triton_sparse_mla import LATENT_DIM, ROW_DIM, sparse_mla
+from vllm.v1.attention.ops.triton_sparse_launch import LATENT_DIM, ROW_DIM
+from vllm.v1.attention.ops.triton_sparse_mla import sparse_mla
 from vllm.v1.attention.ops.triton_sparse_slots import slots_from_positions
 
 try:  # 0.16.0 to 0.25.1: the layer asks for this class by isinstance
