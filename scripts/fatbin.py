@@ -44,7 +44,8 @@ def binaries(library: bytes | bytearray) -> list[list[Entry]]:
             entries.append(Entry(kind, architecture, start, at))
         if at != end:
             raise ValueError(
-                f"fat binary at byte {match.start()}: its entries end at {at}, not {end}"
+                f"the fat binary at byte {match.start()} must end at {end}, "
+                f"but its entries end at {at}"
             )
         found.append(entries)
     return found
