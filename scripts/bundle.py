@@ -29,6 +29,7 @@ LEFT_OUT = re.compile(
     r"vllm/vllm_flash_attn/_vllm_fa[23]_C"  # 120 MB compressed; sparse MLA needs none
     r"|vllm/third_party/deep_gemm/_C\.cpython-3(?!12)"  # for other versions of Python
     r"|vllm/vllm-rs$"  # the server in Rust
+    r"|mistral_common/data/|pycountry/locales/"  # of what vLLM only imports
 )
 # Modules that vLLM imports for GLM-5 and never calls.
 STANDING_IN = {

@@ -59,12 +59,11 @@ def write_gguf(parent: Path, name: str, types: Types, *, topk: int) -> Path:
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
     """Words `token0`, `token1`, ... between spaces, for an HF folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"token{i}": i for i in range(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="token0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
