@@ -121,7 +121,9 @@ def select(
     )
     round_ = indexer_fp8 if emulation.indexer else torch.Tensor.float
     q, keys = round_(q), round_(k).squeeze(2).mT
-    weights = indexer.weights_proj(hidden).float()
+    # Some releases of transformers keep this one in float32 in a float16 model.
+    kept = indexer.weights_proj.weight.dtype
+    weights = indexer.weights_proj(hidden.to(kept)).float()
     topk = min(emulation.topk or indexer.index_topk, tokens)
     picked = []
     for start in range(0, tokens, 512):  # bounds the scores of all heads

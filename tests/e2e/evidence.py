@@ -135,6 +135,8 @@ class Evidence:
 
     def note(self, what: str, found: Any) -> None:
         """Keep a result, and print it at once."""
+        if what in self.report:
+            return
         self.report[what] = found
         print(f"\n{what}: {json.dumps(found)}", flush=True)
         path = self.folder / "evidence.json"
