@@ -89,10 +89,14 @@ def test_prefix_cache_was_used(evidence: Any, dtype: str) -> None:
         assert cached == (len(answer["prompt"]) - 1) // 64 * 64
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n for n in CASES if f"{n}-again" in CASES],
-)
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.environment])
+def test_triton_indexer_was_used(evidence: Any, name: str) -> None:
+    evidence.answers(name)
+    log = (evidence.folder / f"{name}.log").read_text(errors="replace")
+    assert "indexer's logits come from Triton kernels" in log
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if f"{n}-again" in CASES])
 def test_repeats_itself(evidence: Any, name: str) -> None:
     """Bit for bit while every token is attended to; how well above that is noted."""
     skip_unserved(name)
