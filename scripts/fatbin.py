@@ -39,6 +39,8 @@ def binaries(library: bytes | bytearray) -> list[list[Entry]]:
         while at < end:
             kind, _, header, code = struct.unpack_from("<HHIQ", library, at)
             (architecture,) = struct.unpack_from("<I", library, at + 28)
+            if not header:
+                break
             start = at + header
             at = start + code
             entries.append(Entry(kind, architecture, start, at))

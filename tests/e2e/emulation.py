@@ -28,8 +28,8 @@ class Emulation:
     Attributes:
         indexer: its queries and keys to e4m3, a scale that is a power of two for each
             128, as vLLM does for DeepGEMM.
-        latent: the cached latent to e4m3, a float32 scale for each 128, and its rope
-            part to bfloat16: `fp8_ds_mla`.
+        latent: the cached latent to e4m3, a float32 scale for each 128: `fp8_ds_mla`.
+            Its rope part keeps the model's dtype.
         activations: inputs of matrix products to 8 bits, a float16 scale for each 32,
             as the kernels for GGUF do. They keep kv_b and the indexer's keys and head
             weights plain.
@@ -169,9 +169,7 @@ def _emulate(attention: Any, emulation: Emulation) -> None:
         indexer.forward = forward
     if emulation.latent:
         expand = attention.expand_kv
-        attention.expand_kv = lambda latent, rope: expand(
-            latent_fp8(latent), rope.bfloat16().to(rope.dtype)
-        )
+        attention.expand_kv = lambda latent, rope: expand(latent_fp8(latent), rope)
     if emulation.rolled:
         weight = attention.kv_a_proj_with_mqa.weight.data
         weight.copy_(weight.roll(attention.qk_rope_head_dim, 0))
