@@ -16,6 +16,7 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 Types = Callable[[str], str]
+Encoder = Callable[[str, np.ndarray, str], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Tiny:
     dense_intermediate: int = 512
     expert_intermediate: int = 256
     experts: int = 8
+    experts_used: int = 2
     heads: int = 8
     q_rank: int = 128
     kv_rank: int = 512
@@ -55,7 +57,7 @@ class Tiny:
             "intermediate_size": self.dense_intermediate,
             "moe_intermediate_size": self.expert_intermediate,
             "n_routed_experts": self.experts,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": self.experts_used,
             "n_shared_experts": 1,
             "n_group": 1,
             "topk_group": 1,
@@ -302,7 +304,7 @@ def metadata(tiny: Tiny) -> dict[str, object]:
         "attention.value_length_mla": tiny.value,
         "leading_dense_block_count": tiny.dense_layers,
         "expert_count": tiny.experts,
-        "expert_used_count": 2,
+        "expert_used_count": tiny.experts_used,
         "expert_shared_count": 1,
         "expert_feed_forward_length": tiny.expert_intermediate,
         "expert_gating_func": 2,
@@ -326,6 +328,7 @@ def write(
     *,
     shard_tensors: int = 0,
     indexer_types: bool = False,
+    encoder: Encoder = encode,
 ) -> Path:
     """Write one file, or several of `shard_tensors` tensors each after a first one
     without any. Returns the path of the file to open.
@@ -333,6 +336,7 @@ def write(
     Args:
         tensors: as `to_gguf` makes them; what is left out is left out of the file.
         indexer_types: whether to write which layers run an indexer of their own.
+        encoder: in place of `encode`.
     """
     writer = gguf.GGUFWriter(
         path,
@@ -353,7 +357,7 @@ def write(
         writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", token)
     for name, values in tensors.items():
         kind = types(name)
-        data = values if kind == "F32" else encode(name, values, kind)
+        data = values if kind == "F32" else encoder(name, values, kind)
         raw = None if kind in ("F32", "F16") else gguf.GGMLQuantizationType[kind]
         writer.add_tensor(name, data, raw_dtype=raw)
     writer.write_header_to_file()
