@@ -41,6 +41,8 @@ SHARED_LIMIT = {
     120: 101_376,
     121: 101_376,
 }
+# Multiprocessors of A100, RTX 3090, RTX 4090, H200, RTX PRO 6000 and GB10.
+PROCESSORS = {80: 108, 86: 82, 89: 128, 90: 132, 120: 188, 121: 48}
 # One head and token count on each side of every decision of a launch table.
 SHAPES = ((8, 1), (8, 128), (8, 129), (32, 1), (32, 33), (64, 1))
 # Powers of two between 2 and the most that any chip has room for.
@@ -139,6 +141,19 @@ ATTENTION = {
 }
 
 
+def splits_of(
+    attention: str, arch: int, heads: int, config: launch.LaunchConfig
+) -> list[int]:
+    """Fewest, merged in place, and most splits of this shape on a chip of its kind."""
+    possible = {
+        launch.num_splits(config, heads, tokens, 2048, PROCESSORS[arch])
+        for tokens in range(1, 600)
+        if ATTENTION[attention].config_of(divmod(arch, 10), heads, tokens) == config
+    }
+    merged = [n for n in possible if 1 < n <= launch.MERGED_BY_THE_LAST]
+    return sorted({min(possible), *merged[-1:], max(possible)})
+
+
 def attention_variants(
     attention: str, arch: int, layout: str, dtype: str, integer: str, aligned: bool
 ) -> list[dict[str, object]]:
@@ -146,8 +161,8 @@ def attention_variants(
     kernel, config_of, rows, constants_of = ATTENTION[attention]
     shapes = {config_of(divmod(arch, 10), *shape): shape for shape in reversed(SHAPES)}
     for config, (heads, tokens) in shapes.items():
-        # Whole; split and merged in place; split as far as it goes.
-        for splits in (1, 4, 2048 // config.block_n) if layout == "aligned" else (4,):
+        possible = splits_of(attention, arch, heads, config)
+        for splits in possible if layout == "aligned" else possible[:1]:
             measured = compile_for(
                 kernel,
                 arch,

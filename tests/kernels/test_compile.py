@@ -17,6 +17,7 @@ from compile_variants import (
     REQUESTS,
     SHAPES,
     SHARED_LIMIT,
+    splits_of,
 )
 from ops.triton_sparse_launch import MAX_HEADS
 
@@ -48,19 +49,22 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Variants:
 
 def test_all_chips_dtypes_shapes_and_layouts_are_there(variants: Variants) -> None:
     for arch in SHARED_LIMIT:
-        configs = [
-            {attention.config_of(divmod(arch, 10), *shape) for shape in SHAPES}
-            for attention in ATTENTION.values()
-        ]
+        # aligned: every number of splits, in 2 dtypes; wide: one of them; odd: one
+        attention = sum(
+            2 * len(splits_of(name, arch, heads, config)) + 3
+            for name, kind in ATTENTION.items()
+            for config, heads in {
+                kind.config_of(divmod(arch, 10), *shape): shape[0]
+                for shape in reversed(SHAPES)
+            }.items()
+        )
         ours = [name for name in variants if name.startswith(f"sm{arch}-")]
-        # aligned: 3 numbers of splits in 2 dtypes; wide: 2 dtypes; odd: one
-        attention = sum(map(len, configs)) * 9 + len(MERGES)
         # two of prefill, and decode for each number of tokens and of requests; not in
         # the odd layout
         decode = len(NEXT_N) * len(REQUESTS)
         indexer = len(INDEX_HEADS) * (2 + decode) * (len(LAYOUTS) - 1)
         # the lookup in each layout, and the write of rows
-        assert len(ours) == attention + indexer + len(LAYOUTS) + 1
+        assert len(ours) == attention + len(MERGES) + indexer + len(LAYOUTS) + 1
 
 
 @pytest.mark.parametrize("attention", ATTENTION)

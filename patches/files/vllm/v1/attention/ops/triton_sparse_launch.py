@@ -71,8 +71,6 @@ def launch_config(
         return LaunchConfig(64, 64, 8, 2, 1)
     if num_heads <= 16:
         return LaunchConfig(16, 32, 4, 5, 1)
-    if capability in LARGE_SHARED_MEMORY:
-        return LaunchConfig(32, 32, 4, 5, 1)
     return LaunchConfig(32, 16, 4, 5, 1)
 
 
