@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "patches/files/vllm/v1/attention"))
 
+from ops import triton_indexer_keys as key_writing
 from ops import triton_mqa_logits as mqa
 from ops import triton_sparse_launch as launch
 from ops import triton_sparse_merge as merging
@@ -219,16 +220,37 @@ def merge_variants(arch: int) -> list[dict[str, object]]:
 
 def write_variants(arch: int) -> list[dict[str, object]]:
     """float16 alone is written; its layout does not matter to one row at a time."""
-    measured = compile_for(
-        writing._write_rows_fp8_kernel,
-        arch,
-        {"latents": "*fp16", "rope": "*fp16", "kv_cache": "*u8", "slots": "*i64"},
-        {"PAGE": 64},
-        "i32",
-        True,
-        {"num_warps": 4},
-    )
-    return [{"name": f"sm{arch}-write_rows_fp8-aligned", "arch": arch, **measured}]
+    common = {"kv_cache": "*u8", "slots": "*i64"}
+    kernels = {
+        "write_rows_fp8": (
+            writing._write_rows_fp8_kernel,
+            {"latents": "*fp16", "rope": "*fp16"},
+            {"PAGE": 64},
+            4,
+        ),
+        "write_keys": (
+            key_writing._write_keys_kernel,
+            {"keys": "*fp16"},
+            {"PAGE": 64, "DIM": key_writing.HEAD_DIM, "POWER_OF_TWO": True},
+            1,
+        ),
+    }
+    return [
+        {
+            "name": f"sm{arch}-{name}-aligned",
+            "arch": arch,
+            **compile_for(
+                kernel,
+                arch,
+                common | pointers,
+                constants,
+                "i32",
+                True,
+                {"num_warps": warps},
+            ),
+        }
+        for name, (kernel, pointers, constants, warps) in kernels.items()
+    ]
 
 
 def mqa_variants(arch: int, layout: str) -> list[dict[str, object]]:

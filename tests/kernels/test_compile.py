@@ -23,11 +23,22 @@ from ops.triton_sparse_launch import MAX_HEADS
 
 SCRIPT = Path(__file__).with_name("compile_variants.py")
 
-# Bytes of stack of a variant that was measured to be faster than the one without:
-# 170 against 180 us for 128 tokens and 64 heads on an H200.
-SPILLS_FASTER = {
-    f"sm90-sparse_mla-{dtype}-h64-t1-s1-aligned": 40 for dtype in ("fp16", "bf16")
+# Bytes of stack of variants that run at up to 128 tokens. On an H200, in us:
+SPILLS = {
+    # 162 for 128 tokens; blocks of 32 heads, without spills, 172.
+    "sm90-sparse_mla-h64-t1-s1": 16,
+    # 62 for 32 tokens; without merging in place, and without spills, 76.
+    "sm90-sparse_mla-h64-t1-s4": 24,
+    # 48 for 32 tokens; blocks of 64 keys, which spill more, 50.
+    "sm90-sparse_mla-h32-t1-s4": 8,
+    # 108 for 128 tokens; blocks of 32 keys 117.
+    "sm90-sparse_mla-h32-t33-s1": 80,
+    "sm90-sparse_mla-h32-t33-s4": 88,
+    # One register, stored and loaded once a program, outside of the loop.
+    "sm80-sparse_mla-h8-t1-s64": 8,
 }
+# The shape for more than 128 tokens is free to spill.
+LARGE_BATCHES = "-t129-"
 
 Variants = dict[str, dict[str, int]]
 
@@ -63,8 +74,8 @@ def test_all_chips_dtypes_shapes_and_layouts_are_there(variants: Variants) -> No
         # the odd layout
         decode = len(NEXT_N) * len(REQUESTS)
         indexer = len(INDEX_HEADS) * (2 + decode) * (len(LAYOUTS) - 1)
-        # the lookup in each layout, and the write of rows
-        assert len(ours) == attention + len(MERGES) + indexer + len(LAYOUTS) + 1
+        # the lookup in each layout, and the writers of rows and of keys
+        assert len(ours) == attention + len(MERGES) + indexer + len(LAYOUTS) + 2
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -92,10 +103,11 @@ def test_shared_memory_fits_the_chip(arch: int, variants: Variants) -> None:
 
 def test_no_register_is_spilled(variants: Variants) -> None:
     """In the layout that exists. Odd strides and 64-bit ones are correct, and slow."""
-    spilled = {
-        name: (v["stack"], v["local"])
-        for name, v in variants.items()
-        if name.endswith("aligned")
-        and (v["stack"] > SPILLS_FASTER.get(name, 0) or v["local"])
-    }
+    spilled = {}
+    for name, v in variants.items():
+        if name.endswith("-aligned") and LARGE_BATCHES not in name:
+            shape = name.removesuffix("-aligned")
+            shape = shape.replace("-fp16-", "-").replace("-bf16-", "-")
+            if v["stack"] > SPILLS.get(shape, 0) or v["local"]:
+                spilled[name] = (v["stack"], v["local"])
     assert not spilled

@@ -238,5 +238,28 @@ def test_the_logits_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
                 share_of(batch)
 
 
+@pytest.mark.parametrize("batch", [BATCHES[0], BATCHES[3]], ids=lambda b: b.name)
+def test_keys_in_float16_are_written_by_ours(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's operator, which is wrong there, is called for bfloat16 alone."""
+    inputs = make_inputs(batch, "cpu", MAX_MODEL_LEN)
+    expected = inputs.cache.clone()
+    write_keys(inputs.k.half(), expected, inputs.slots, HEAD_DIM, "ue8m0")
+    operators = importlib.import_module("vllm._custom_ops")
+    called = []
+    monkeypatch.setattr(
+        operators, "indexer_k_quant_and_cache", lambda *given: called.append(given)
+    )
+    metadata = build_metadata(batch, inputs, MAX_MODEL_LEN)
+    run_layer(inputs, metadata, TOPK, MAX_MODEL_LEN)
+    assert len(called) == 1
+    assert not torch.equal(inputs.cache, expected), "nothing was written"
+    half = dataclasses.replace(inputs, k=inputs.k.half())
+    run_layer(half, metadata, TOPK, MAX_MODEL_LEN)
+    assert len(called) == 1
+    assert torch.equal(inputs.cache, expected)
+
+
 def test_vllm_is_the_release() -> None:
     assert RELEASE in sys.modules["vllm"].__file__

@@ -87,6 +87,30 @@ def persistent_topk_fits() -> bool:
     return (capability.major, capability.minor) in LARGE_SHARED_MEMORY
 
 
+def write_index_keys(
+    k: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    quant_block_size: int,
+    scale_fmt: str,
+) -> None:
+    """Write a batch's keys into the indexer's cache; vLLM does, except in float16.
+
+    Its operator takes float16 bits for integers when it looks for the largest of a
+    key. Stock vLLM serves this model in no float16, so nobody noticed.
+    """
+    if k.dtype != torch.float16:
+        from vllm import _custom_ops as ops
+
+        ops.indexer_k_quant_and_cache(
+            k, kv_cache, slot_mapping, quant_block_size, scale_fmt
+        )
+        return
+    from vllm.v1.attention.ops.triton_indexer_keys import write_index_keys as write
+
+    write(k, kv_cache, slot_mapping, power_of_two=scale_fmt == "ue8m0")
+
+
 def bounded_chunks(chunks: Sequence[Any]) -> Sequence[Any]:
     """Cut the indexer's prefill chunks where their logits would take too much memory.
 

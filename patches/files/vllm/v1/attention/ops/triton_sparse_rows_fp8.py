@@ -11,23 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .triton_e4m3 import encode_e4m3
 from .triton_sparse_mla_fp8 import GROUP, GROUPS, ROPE, ROPE_AT, ROW_BYTES, SCALES_AT
-
-
-@triton.jit
-def _encode(b_x):
-    """Float32 numbers as e4m3, rounded to nearest even, 448 at most; NaN is 0x7f."""
-    b_bits = b_x.to(tl.int32, bitcast=True)
-    b_sign = (b_bits >> 24) & 0x80
-    b_size = tl.minimum(tl.abs(b_x), 448.0)
-    # Normal: round to 3 bits of mantissa, and exchange the biases, 127 for 7.
-    b_bits = b_size.to(tl.int32, bitcast=True)
-    b_normal = ((b_bits + 0x7FFFF + ((b_bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Subnormal: a multiple of 2**-9. Added to 2**23, a number is rounded to an integer.
-    b_subnormal = (b_size * 2.0**9 + 2.0**23).to(tl.int32, bitcast=True) & 0xFF
-    b_code = tl.where(b_size < 2.0**-6, b_subnormal, b_normal)
-    b_code = tl.where(b_x == b_x, b_code, 0x7F)
-    return (b_sign | b_code).to(tl.uint8)
 
 
 @triton.jit
@@ -56,7 +41,7 @@ def _write_rows_fp8_kernel(
     b_latents = tl.load(latents + i_t * stride_latents_t + o_row).to(tl.float32)
     # The largest becomes 448. A group of zeros must not be divided by 0.
     b_scales = tl.maximum(tl.max(tl.abs(b_latents), axis=1) / 448.0, 2.0**-126)
-    b_codes = _encode(tl.div_rn(b_latents, b_scales[:, None]))
+    b_codes = encode_e4m3(tl.div_rn(b_latents, b_scales[:, None]))
     tl.store(p_row + o_row, b_codes)
     p_scales = p_row.to(tl.pointer_type(tl.float32)) + SCALES_AT
     tl.store(p_scales + o_group, b_scales)
