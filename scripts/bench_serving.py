@@ -13,7 +13,8 @@ an SM90 or SM100 with some 100 GB.
 
 Decoding is timed with 1, 8, 32 and 128 requests behind prompts of 3072 tokens, as the
 difference between answers of 65 tokens and of 1; prefill with 32 such prompts. Decode
-steps are captured as CUDA graphs, nothing is compiled. Writes FOLDER/serving.json.
+steps are captured as CUDA graphs, nothing is compiled. Writes FOLDER/serving.json, and
+each figure into the log of its vLLM as soon as it is known.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PROMPT = 3072
 PREFILLED = 32  # prompts that prefill is timed with
 NEW = 64
 REPEATS = 3
-START_SECONDS = 240
+START_SECONDS = 120
 # Bytes for a layer: 1152 for the latent of each token and 132 for the indexer's key.
 CACHE = (max(BATCHES) + 8) * (PROMPT + 256) * (1152 + 132)
 
@@ -141,8 +142,13 @@ def measure(model: str, tokenizer: str, dtype: str, backend: str, out: Path) -> 
     while not out.with_suffix(".go").exists():
         time.sleep(0.05)
     found: dict[str, Any] = {"model": out.stem}
+
+    def note(figure: str, value: float) -> None:
+        found[figure] = value
+        print(json.dumps({"model": out.stem, figure: value}), flush=True)
+
     prefill = seconds(prompts[:PREFILLED], 1)
-    found["prefill tokens/s"] = round(PREFILLED * PROMPT / prefill)
+    note("prefill tokens/s", round(PREFILLED * PROMPT / prefill))
     seconds(prompts[PREFILLED : max(BATCHES)], 1)
     for batch in BATCHES:
         rows = prompts[:batch]
@@ -151,9 +157,9 @@ def measure(model: str, tokenizer: str, dtype: str, backend: str, out: Path) -> 
             seconds(rows, NEW + 1) - seconds(rows, 1) for _ in range(REPEATS)
         ]
         rate = batch * NEW / statistics.median(differences)
-        found[f"decode tokens/s at {batch}"] = round(rate, 1)
+        note(f"decode tokens/s at {batch}", round(rate, 1))
         spread = (max(differences) - min(differences)) / statistics.median(differences)
-        found[f"spread at {batch}"] = round(spread, 3)
+        note(f"spread at {batch}", round(spread, 3))
     out.with_suffix(".part").write_text(json.dumps(found))
     out.with_suffix(".part").rename(out)
 

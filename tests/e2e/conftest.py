@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts every vLLM that the tests ask about at once, where there is a GPU.
+"""Starts every vLLM that the chosen tests ask about at once, where there is a GPU.
 
 Needs one of SM80 or later and a patched vLLM 0.23.0 with transformers 5.13 or later;
 scripts/enter-bundle makes the latter. GLM5_PATCH_E2E names a folder that keeps models,
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from evidence import Evidence
+from plan import asked_for
 
 
 def why_not() -> str | None:
@@ -46,12 +47,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def evidence(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Evidence]:
+def evidence(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Evidence]:
     named = os.environ.get("GLM5_PATCH_E2E")
     folder = Path(named) if named else tmp_path_factory.mktemp("e2e")
     folder.mkdir(parents=True, exist_ok=True)
     pool = ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2))
     found = Evidence(folder, pool)
-    found.start()
+    found.start(
+        {
+            name
+            for item in request.session.items
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+            for name in asked_for(item.callspec.params.values())
+        }
+    )
     yield found
     pool.shutdown(cancel_futures=True)

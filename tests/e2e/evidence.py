@@ -58,13 +58,18 @@ class Evidence:
         self._judges: dict[str, Future[Path]] = {}
         self.report: dict[str, Any] = {}
 
-    def start(self) -> None:
+    def start(self, wanted: set[str]) -> None:
+        """Those of the cases, controls and refusals of the plan that are wanted."""
         write_models(self.models)
-        served = {n: case for n, case in cases().items() if not unserved(case)}
+        served = {
+            name: case
+            for name, case in cases().items()
+            if name in wanted and not unserved(case)
+        }
         for name, case in served.items():
             self._runs[name] = self._pool.submit(self._run, name, case)
         stock = os.environ.get("GLM5_PATCH_STOCK")
-        for model in REFUSALS if stock else ():
+        for model in wanted & set(REFUSALS) if stock else ():
             folder = self.models / f"{PLAIN}-256"
             run = self._arguments(self.models / model, folder, "float16", "auto")
             self._runs[f"stock {model}"] = self._pool.submit(
@@ -83,7 +88,8 @@ class Evidence:
                 job = Job(case, {"indexer": False}, None)
                 jobs.setdefault(f"plain float32 {case.topk}", job).names.append(name)
         for control, (wrong, _) in CONTROLS.items():
-            jobs[control] = Job(served[CONTROLLED], wrong, None, [CONTROLLED])
+            if control in wanted:
+                jobs[control] = Job(served[CONTROLLED], wrong, None, [CONTROLLED])
         for number, (key, job) in enumerate(jobs.items()):
             out = self.folder / f"judge-{number}"
             self._judges[key] = self._pool.submit(self._judge, out, job)

@@ -43,7 +43,7 @@ def verdict(
 ) -> dict[str, Any]:
     """For prompts and continuations, below and above `topk` tokens."""
     gaps: dict[str, dict[str, list[np.ndarray]]] = {}
-    greedy = {"same": 0, "same_rounded": 0, "of": 0}
+    greedy = {"same": 0, "same_rounded": 0, "same_both": 0, "of": 0}
     for answer in answers:
         reference = exact[sequence(answer)]
         for kind, said in (
@@ -66,6 +66,7 @@ def verdict(
             if rounded is not None:
                 other = rounded[sequence(answer)][at_step].argmax()
                 greedy["same_rounded"] += int(likeliest == other)
+                greedy["same_both"] += int(likeliest == other == token)
     return {
         place: {who: summary(np.concatenate(list_)) for who, list_ in found.items()}
         for place, found in gaps.items()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,13 +73,15 @@ def cases() -> dict[str, Case]:
     found["bfloat16-2048-flashmla-fp8"] = Case(
         "bfloat16", 2048, FLASHMLA, options=FP8_CACHE
     )
-    for again in ("float16-256-eager", "bfloat16-2048-flashmla"):
-        found[f"{again}-again"] = found[again]
     for picks in ("sorted", "stable"):
-        for turn in ("", "-again"):
-            found[f"float16-256-{picks}{turn}"] = Case(
-                "float16", 256, options={"picks": picks}
-            )
+        found[f"float16-256-{picks}"] = Case("float16", 256, options={"picks": picks})
+    for name in (
+        "float16-256-eager",
+        "bfloat16-2048-flashmla",
+        "float16-256-sorted",
+        "float16-256-stable",
+    ):
+        found[again(name)] = found[name]
     return found
 
 
@@ -117,6 +120,16 @@ REFUSALS = {
     f"{PLAIN}-256": "No valid attention backend found for cuda",
     f"{Q8_0}-256.gguf": "GGUF model with architecture glm-dsa is not supported yet",
 }
+
+
+def again(name: str) -> str:
+    """The name of a case's second run."""
+    return f"{name}-again"
+
+
+def asked_for(parameters: Iterable[Any]) -> set[str]:
+    """The cases, controls and refusals among a test's parameters."""
+    return {*cases(), *CONTROLS, *REFUSALS}.intersection(parameters)
 
 
 def modelled(case: Case) -> str:

@@ -3,10 +3,12 @@
 
 Held against transformers in float32 with vLLM's own quantisation modelled. The
 measure is transformers in the vLLM's dtype against the same: for prompts and
-continuations, with fewer tokens than `index_topk` and with more, medians and 90th
-percentiles of |difference of log-probability| may be 1.25 times as large. Maxima are
-not looked at: one token that is picked or not makes a difference of several units,
-for transformers too.
+continuations, with fewer tokens than `index_topk` and with more, medians of
+|difference of log-probability| may be 1.25 times as large, and those of prompts in the
+90th percentile, too. Continuations have few steps, whose 20 values come from one
+softmax: the 90th percentile of the measure itself moved between 0.46 and 0.68 for one
+model. Maxima are not looked at: one token that is picked or not
+makes a difference of several units, for transformers too.
 """
 
 from __future__ import annotations
@@ -17,14 +19,23 @@ from typing import Any
 import pytest
 from evidence import Failed
 from measure import ABOVE, BELOW, between
-from plan import CONTROLLED, CONTROLS, Q4_K, REFUSALS, cases, modelled_plainly, unserved
+from plan import (
+    CONTROLLED,
+    CONTROLS,
+    Q4_K,
+    REFUSALS,
+    again,
+    cases,
+    modelled_plainly,
+    unserved,
+)
 
 pytestmark = pytest.mark.served
 
 SLACK = 1.25
-# Of fewer values the 90th percentile is a matter of luck.
+# Of fewer values a percentile is a matter of luck.
 ENOUGH = 1000
-# For Q4_K, whose kernels round in a way that the reference does not model.
+# Beside it for Q4_K, whose kernels round in a way that the reference does not model.
 NOT_MODELLED = 0.1
 
 CASES = cases()
@@ -38,7 +49,7 @@ def too_far(found: dict[str, Any], measure: dict[str, Any]) -> list[str]:
             continue
         if gap["vllm"]["count"] < ENOUGH:
             continue
-        for figure in ("median", "p90"):
+        for figure in ("median", "p90") if "prompt" in place else ("median",):
             most = SLACK * measure[place]["rounding"][figure]
             if gap["vllm"][figure] > most:
                 beyond.append(
@@ -59,31 +70,37 @@ def test_as_close_as_rounding_allows(evidence: Any, name: str) -> None:
     found = evidence.verdict(name)
     assert not too_far(found, found)
     greedy = found["greedy"]
-    assert greedy["same"] >= greedy["same_rounded"] - 0.05 * greedy["of"]
+    # Where only one of the two is right, it is as often this one as that one.
+    alone = greedy["same"] + greedy["same_rounded"] - 2 * greedy["same_both"]
+    assert greedy["same_rounded"] - greedy["same"] <= 3 * alone**0.5
     if modelled_plainly(CASES[name]):
         evidence.verdict(name, f"plain float32 {CASES[name].topk}")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_q4_k_is_close(evidence: Any, dtype: str) -> None:
-    found = evidence.verdict(f"{dtype}-256-Q4_K")
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.weights == Q4_K])
+def test_q4_k_is_close(evidence: Any, name: str) -> None:
+    found = evidence.verdict(name)
     for part in (BELOW, ABOVE):
-        assert found[f"prompt {part}"]["vllm"]["median"] < NOT_MODELLED
+        gap = found[f"prompt {part}"]
+        most = SLACK * gap["rounding"]["median"] + NOT_MODELLED
+        assert gap["vllm"]["median"] <= most
 
 
-@pytest.mark.parametrize("control", CONTROLS)
-def test_a_wrong_reference_is_told_apart(evidence: Any, control: str) -> None:
-    right = evidence.verdict(CONTROLLED)
-    wrong = evidence.verdict(CONTROLLED, control)
+@pytest.mark.parametrize(("name", "control"), [(CONTROLLED, c) for c in CONTROLS])
+def test_a_wrong_reference_is_told_apart(
+    evidence: Any, name: str, control: str
+) -> None:
+    right = evidence.verdict(name)
+    wrong = evidence.verdict(name, control)
     beyond = " ".join(too_far(wrong, right))
     for part in CONTROLS[control][1]:
         for figure in ("median", "p90"):
             assert f"prompt {part}: {figure}" in beyond
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_prefix_cache_was_used(evidence: Any, dtype: str) -> None:
-    found = evidence.whole(f"{dtype}-256-cached")
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if "cached" in c.options])
+def test_prefix_cache_was_used(evidence: Any, name: str) -> None:
+    found = evidence.whole(name)
     for answer, cached in zip(found["answers"], found["cached_tokens"], strict=True):
         # Whole pages of 64 tokens; the last token is always computed.
         assert cached == (len(answer["prompt"]) - 1) // 64 * 64
@@ -96,13 +113,14 @@ def test_triton_indexer_was_used(evidence: Any, name: str) -> None:
     assert "indexer's logits come from Triton kernels" in log
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if f"{n}-again" in CASES])
-def test_repeats_itself(evidence: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "second"), [(n, again(n)) for n in CASES if again(n) in CASES]
+)
+def test_repeats_itself(evidence: Any, name: str, second: str) -> None:
     """Bit for bit while every token is attended to; how well above that is noted."""
     skip_unserved(name)
     topk = CASES[name].topk
-    both = [evidence.answers(each) for each in (name, f"{name}-again")]
-    found = between(*both, topk)
+    found = between(evidence.answers(name), evidence.answers(second), topk)
     evidence.note(f"{name} | itself", found)
     assert found[BELOW]["prompt"]["max"] == 0
     same, compared = found[BELOW]["greedy"].split("/")
@@ -143,4 +161,5 @@ def test_stock_vllm_refuses(evidence: Any, model: str) -> None:
         pytest.skip("GLM5_PATCH_STOCK is not set: no unpatched vLLM to try")
     with pytest.raises(Failed, match=REFUSALS[model]) as refusal:
         evidence.whole(f"stock {model}")
-    evidence.note(f"stock | {model}", str(refusal.value).splitlines()[-1])
+    said = str(refusal.value).splitlines()
+    evidence.note(f"stock | {model}", next(x for x in said if REFUSALS[model] in x))
