@@ -161,5 +161,5 @@ def test_stock_vllm_refuses(evidence: Any, model: str) -> None:
         pytest.skip("GLM5_PATCH_STOCK is not set: no unpatched vLLM to try")
     with pytest.raises(Failed, match=REFUSALS[model]) as refusal:
         evidence.whole(f"stock {model}")
-    said = str(refusal.value).splitlines()
+    said = reversed(str(refusal.value).splitlines())
     evidence.note(f"stock | {model}", next(x for x in said if REFUSALS[model] in x))
