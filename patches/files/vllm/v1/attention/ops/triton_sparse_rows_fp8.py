@@ -39,8 +39,10 @@ def _write_rows_fp8_kernel(
     # [GROUPS, GROUP]
     o_row = o_group[:, None] * GROUP + o_latent[None, :]
     b_latents = tl.load(latents + i_t * stride_latents_t + o_row).to(tl.float32)
-    # The largest becomes 448. A group of zeros must not be divided by 0.
-    b_scales = tl.maximum(tl.max(tl.abs(b_latents), axis=1) / 448.0, 2.0**-126)
+    # The largest becomes 448, rounded as vLLM rounds: `/` may be off by a bit on a GPU.
+    # A group of zeros must not be divided by 0.
+    b_largest = tl.max(tl.abs(b_latents), axis=1)
+    b_scales = tl.maximum(tl.div_rn(b_largest, 448.0), 2.0**-126)
     b_codes = encode_e4m3(tl.div_rn(b_latents, b_scales[:, None]))
     tl.store(p_row + o_row, b_codes)
     p_scales = p_row.to(tl.pointer_type(tl.float32)) + SCALES_AT
