@@ -5,7 +5,7 @@ Where r[s] and l[s] are the result and the LSE of split s,
 
     out = sum_s r[s] * exp(l[s]) / sum_s exp(l[s]),   lse = log sum_s exp(l[s]),
 
-always in the order of the splits, whichever ended first: the same bits every time.
+always in one order, whichever split ended first: the same bits every time.
 """
 
 import torch
