@@ -31,18 +31,18 @@ LEFT_OUT = re.compile(
     r"|vllm/vllm-rs$"  # the server in Rust
     r"|mistral_common/data/|pycountry/locales/"  # of what vLLM only imports
 )
-# Modules that vLLM imports for GLM-5 and never calls.
-STANDING_IN = {
-    "vllm/vllm_flash_attn/_vllm_fa2_C.py": "",
-    "xgrammar/__init__.py": """\
-__version__ = "0.2.0"
-
-
+# Any name of such a module is an empty class.
+EMPTY_CLASSES = """\
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
     return type(name, (), {})
-""",
+"""
+# Modules that vLLM imports for GLM-5 and never calls.
+STANDING_IN = {
+    "vllm/vllm_flash_attn/_vllm_fa2_C.py": "",
+    "xgrammar/__init__.py": f'__version__ = "0.2.0"\n\n\n{EMPTY_CLASSES}',
+    "xgrammar/structural_tag.py": EMPTY_CLASSES,
 }
 
 
