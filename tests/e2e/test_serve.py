@@ -86,14 +86,13 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=10) as response:
             return response.read().decode()
 
-    def metric(self, name: str, label: str = "") -> float:
-        """The sum of a metric's values over its label sets that hold `label`."""
-        lines = re.findall(
-            rf"^vllm:{name}(\{{.*\}})? (\S+)$", self.get("/metrics"), re.M
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values over its label sets."""
+        values = re.findall(
+            rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.M
         )
-        found = [float(value) for labels, value in lines if label in labels]
-        assert found, f"no metric vllm:{name} with {label!r}"
-        return sum(found)
+        assert values, f"no metric vllm:{name}"
+        return sum(map(float, values))
 
     def stop(self) -> int | None:
         """Ask it to end; the exit code, or None if it does not."""
@@ -195,10 +194,9 @@ def test_many_at_once_and_one_that_leaves(server: Server) -> None:
     assert seen == 5
     assert [r.usage.completion_tokens for r in stayed] == [64] * 31
     assert [r.usage.prompt_tokens for r in stayed] == [10 + 130 * i for i in range(31)]
-    assert eventually(
-        lambda: server.metric("request_success_total", 'finished_reason="abort"') == 1,
-        10,
-    )
+    # vLLM counts no request as finished whose client has left. 20000 tokens in 5
+    # seconds would be a quarter of a millisecond for each.
+    assert eventually(lambda: server.metric("num_requests_running") == 0, 5)
 
 
 def test_long_context(client: Any) -> None:
