@@ -96,7 +96,10 @@ def build_metadata(batch: Batch, inputs: Inputs, max_model_len: int) -> Any:
     indexer = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
     drafts = batch.drafts
     config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=max_model_len),
+        model_config=SimpleNamespace(
+            max_model_len=max_model_len,
+            hf_text_config=SimpleNamespace(index_n_heads=HEADS),
+        ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=64, max_num_batched_tokens=max(64, len(inputs.q))
         ),
