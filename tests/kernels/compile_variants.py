@@ -85,7 +85,8 @@ def compile_for(
             signature[name] = "constexpr"
             continue
         signature[name] = pointers.get(name, integer)
-        is_pointer = signature[name].startswith("*")
+        any_address = kernel.params[position].do_not_specialize_on_alignment
+        is_pointer = signature[name].startswith("*") and not any_address
         is_stride = name.startswith("stride_") and name not in ANY_STRIDE
         if is_pointer or (is_stride and aligned):
             hints[(position,)] = [["tt.divisibility", 16]]

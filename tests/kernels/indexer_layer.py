@@ -89,14 +89,23 @@ def make_inputs(batch: Batch, device: str, max_model_len: int) -> Inputs:
     return made
 
 
-def build_metadata(batch: Batch, inputs: Inputs, max_model_len: int) -> Any:
+def build_metadata(
+    batch: Batch,
+    inputs: Inputs,
+    max_model_len: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
     """What vLLM's builder makes of the batch."""
     device = inputs.q.device
     backend = importlib.import_module("vllm.v1.attention.backend")
     indexer = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
     drafts = batch.drafts
     config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=max_model_len),
+        model_config=SimpleNamespace(
+            max_model_len=max_model_len,
+            dtype=dtype,
+            hf_text_config=SimpleNamespace(index_n_heads=HEADS),
+        ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=64, max_num_batched_tokens=max(64, len(inputs.q))
         ),

@@ -20,6 +20,7 @@ import torch
 from compare import MismatchError
 from indexer_layer import (
     HEAD_DIM,
+    HEADS,
     PAGE,
     Batch,
     build_metadata,
@@ -44,6 +45,8 @@ BATCHES = [
     Batch("mixed", before=(300, 20, 90, 0), now=(1, 1, 40, 17)),
     Batch("one draft", before=(200, 70, 30), now=(2, 2, 2), drafts=1),
     Batch("three drafts", before=(200, 70), now=(4, 4), drafts=3),
+    Batch("two of three", before=(200, 70), now=(2, 2), drafts=3),
+    Batch("two, one of three", before=(200, 70), now=(2, 1), drafts=3),
     Batch("some drafts", before=(200, 70, 80), now=(2, 1, 2), drafts=1),
     Batch("three, some", before=(200, 70, 80), now=(4, 1, 3), drafts=3),
     Batch("drafts, mixed", before=(200, 70, 50, 0), now=(1, 2, 30, 9), drafts=1),
@@ -259,6 +262,48 @@ def test_keys_in_float16_are_written_by_ours(
     run_layer(half, metadata, TOPK, MAX_MODEL_LEN)
     assert len(called) == 1
     assert torch.equal(inputs.cache, expected)
+
+
+def test_the_builder_compiles_what_its_batches_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing else, and nothing at all where DeepGEMM makes the logits."""
+    ops = "vllm.v1.attention.ops"
+    kernels = importlib.import_module(f"{ops}.triton_mqa_logits")
+    warming = importlib.import_module(f"{ops}.triton_mqa_warmup")
+    glue = importlib.import_module("vllm.utils.indexer_logits")
+    prefill: list[int] = []
+    decode: dict[int, int] = {}  # most requests, by tokens of each
+    launched: list[tuple[int, ...]] = []
+    score = kernels.paged_mqa_logits
+
+    def listen(q: torch.Tensor, *a: object, **k: object) -> torch.Tensor:
+        launched.append(tuple(q.shape))
+        return score(q, *a, **k)
+
+    monkeypatch.setattr(kernels, "paged_mqa_logits", listen)
+    monkeypatch.setattr(warming, "warm_up_prefill", lambda h, _: prefill.append(h))
+    monkeypatch.setattr(
+        warming, "warm_up_decode", lambda h, n, most, _: decode.update({n: most})
+    )
+    for drafts in {batch.drafts for batch in BATCHES}:
+        launched.clear(), decode.clear(), prefill.clear()
+        for batch in BATCHES:
+            if batch.drafts == drafts:
+                share_of(batch)
+        assert set(prefill) == {HEADS}
+        assert {shape[1] for shape in launched} == set(decode)
+        assert all(shape[0] <= decode[shape[1]] for shape in launched)
+
+    prefill.clear(), decode.clear()
+    monkeypatch.setattr(glue, "uses_triton", lambda: False)
+    keys: list[torch.dtype] = []
+    monkeypatch.setattr(warming, "warm_up_keys", lambda dtype, _: keys.append(dtype))
+    inputs = make_inputs(BATCHES[0], "cpu", 1024)
+    build_metadata(BATCHES[0], inputs, MAX_MODEL_LEN)
+    assert not prefill and not decode and not keys
+    build_metadata(BATCHES[0], inputs, MAX_MODEL_LEN, torch.float16)
+    assert keys == [torch.float16]
 
 
 def test_vllm_is_the_release() -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indexer's logits at real sizes, in a CUDA graph, without a wait for the GPU."""
 
+from itertools import product
+
 import mqa_reference as reference
 import pytest
 import torch
@@ -8,6 +10,7 @@ from compare import MismatchError
 from mqa_cases import Decode, Prefill
 from mqa_compare import check_logits, topk_overlap
 from ops import triton_mqa_logits as mqa
+from ops import triton_mqa_warmup as warming
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,3 +122,33 @@ def test_two_runs_are_bit_identical() -> None:
     arguments = LARGE_DECODE[0].build("cuda")
     first = mqa.paged_mqa_logits(**arguments, clean=True)
     assert torch.equal(first, mqa.paged_mqa_logits(**arguments, clean=True))
+
+
+def test_nothing_compiles_after_the_warm_up() -> None:
+    heads, next_n, device = 32, 2, torch.device("cuda", 0)
+    kernels = (mqa._mqa_logits_kernel, mqa._paged_mqa_logits_kernel)
+
+    def binaries() -> int:
+        return sum(len(kernel.device_caches[0][0]) for kernel in kernels)
+
+    for kernel in kernels:  # of what other tests have compiled
+        kernel.device_caches[0][0].clear()
+    warming.warm_up_prefill.cache_clear()
+    warming.warm_up_decode.cache_clear()
+    warming.warm_up_prefill(heads, device)
+    warming.warm_up_decode(heads, next_n, 200, device)
+    warm = binaries()
+    assert warm == 1 + 3, "one of prefill; decode for 32, 128 and 512 requests"
+
+    for requests in (((0, 1),), ((8, 1),), ((9, 16), (0, 16)), ((700, 33), (0, 7))):
+        arguments = Prefill("any", requests=requests).build("cuda")
+        mqa.mqa_logits(**arguments)
+        last = {name: tensor[-1:] for name, tensor in arguments.items() if name != "k"}
+        last["k_scale"] = arguments["k_scale"]
+        mqa.mqa_logits(k=arguments["k"], **last)
+    for count, shape in product((1, 2, 16, 32, 33, 128, 129, 200), ("B", "B1", "Bn")):
+        case = Decode("any", next_n=next_n, lens=(70,) * count, shape=shape)
+        mqa.paged_mqa_logits(**case.build("cuda"))
+    assert binaries() == warm
+    mqa.paged_mqa_logits(**Decode("new", next_n=3, lens=(70,)).build("cuda"))
+    assert binaries() > warm, "what was not warmed up must show"

@@ -167,6 +167,37 @@ def one_query_each(decode: Any | None, num_tokens: int) -> Any | None:
     )
 
 
+def warm_up(builder: Any) -> None:
+    """Compile what the batches of a metadata builder of the indexer will launch.
+
+    vLLM makes its builders before it captures or serves anything, after the profile
+    run. At most `max_num_seqs` requests decode, of up to `reorder_batch_threshold`
+    tokens each; where they have unequal many, or more than DeepGEMM takes
+    (`use_flattening`), each token is a request.
+    """
+    from vllm.v1.attention.ops.triton_mqa_warmup import (
+        warm_up_decode,
+        warm_up_keys,
+        warm_up_prefill,
+    )
+
+    config = builder.vllm_config
+    if config.model_config.dtype == torch.float16:
+        warm_up_keys(torch.float16, builder.device)
+    if not uses_triton():
+        return
+    num_heads = config.model_config.hf_text_config.index_n_heads
+    seqs = config.scheduler_config.max_num_seqs
+    tokens = config.scheduler_config.max_num_batched_tokens
+    longest = builder.reorder_batch_threshold
+    warm_up_prefill(num_heads, builder.device)
+    warm_up_decode(num_heads, 1, min(seqs * longest, tokens), builder.device)
+    if not getattr(builder, "use_flattening", False):
+        for next_n in range(2, longest + 1):
+            most = min(seqs, tokens // next_n)
+            warm_up_decode(num_heads, next_n, most, builder.device)
+
+
 def install(module: MutableMapping[str, Any]) -> None:
     """Put a switch before the indexer's functions of `vllm.utils.deep_gemm`."""
     for name, ours in (

@@ -150,7 +150,13 @@ def _tile(
     return b_l * b_scale[:, None]
 
 
-@triton.jit
+# One binary for all batches of a shape: Triton would compile another one where a count
+# is 1 or a multiple of 16, or where a pointer is not 16-aligned, as in a slice of rows.
+# What is left to it are the rows that are read in wide loads, always aligned.
+@triton.jit(
+    do_not_specialize=["num_queries", "num_keys", "width"],
+    do_not_specialize_on_alignment=["starts", "ends"],
+)
 def _mqa_logits_kernel(
     q,  # [M, HEADS, DIM] float8, or int8 of the same bits
     k,  # [N, DIM] likewise
@@ -240,7 +246,17 @@ def _pages(context_lens, o_b, m_b, next_n, stride_lens_b, stride_lens_n, longest
     return tl.cdiv(tl.minimum(b_len, longest), PAGE)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_blocks", "longest"])
+@triton.jit(
+    do_not_specialize=[
+        "num_requests",
+        "num_blocks",
+        "longest",
+        "stride_lens_b",
+        "stride_lens_n",
+        "stride_table_b",
+    ],
+    do_not_specialize_on_alignment=["context_lens", "block_table"],
+)
 def _paged_mqa_logits_kernel(
     q,  # [B, next_n, HEADS, DIM] float8, or int8 of the same bits
     keys,  # the cache as bytes of the type of q: [num_blocks, PAGE * (DIM + 4)]

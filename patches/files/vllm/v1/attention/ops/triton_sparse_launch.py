@@ -82,9 +82,12 @@ def launch_config_fp8(
     A row is 656 bytes, and all of it goes through `mma.sync`, whose operands are
     decoded in registers.
     """
+    if capability == (9, 0):
+        if num_heads > 16:
+            return LaunchConfig(32, 64, 8, 5, 1)
+        return LaunchConfig(16, 32 if num_tokens <= 128 else 64, 4, 5, 2)
     if num_heads > 16:
-        block_n = 64 if capability == (9, 0) else 32
-        return LaunchConfig(32, block_n, 8, 3, 1)
+        return LaunchConfig(32, 32, 8, 3, 1)
     if capability in LARGE_SHARED_MEMORY:
         return LaunchConfig(16, 32, 4, 5, 2)
     return LaunchConfig(16, 32, 4, 3, 2)

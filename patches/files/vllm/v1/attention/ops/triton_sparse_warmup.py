@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from .triton_sparse_launch import (
+    LATENT_DIM,
     ROW_DIM,
     LaunchConfig,
     chip,
@@ -22,6 +23,7 @@ from .triton_sparse_launch import (
 from .triton_sparse_merge import new_tickets
 from .triton_sparse_mla import sparse_mla
 from .triton_sparse_mla_fp8 import ROW_BYTES, sparse_mla_fp8
+from .triton_sparse_rows_fp8 import write_rows_fp8
 from .triton_sparse_slots import slots_from_positions
 
 
@@ -61,6 +63,10 @@ def warm_up(
         owners = torch.zeros(tokens, dtype=torch.int32, device=device)
         slots = slots_from_positions(positions, table, owners, page)
         attend(q, kv_cache, slots, 1.0, tickets)
+    if fp8 and dtype == torch.float16:
+        row = torch.zeros((1, ROW_DIM), dtype=dtype, device=device)
+        nowhere = torch.full((1,), -1, dtype=torch.int64, device=device)
+        write_rows_fp8(row[:, :LATENT_DIM], row[:, LATENT_DIM:], kv_cache, nowhere)
 
 
 def _first_of_each_class(
