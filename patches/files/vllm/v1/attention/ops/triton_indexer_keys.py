@@ -6,8 +6,8 @@ scales: key = e4m3 * scale.
 
 vLLM has an operator for that, which is right in bfloat16. In float16 it takes the bits
 of a value for an integer when it looks for a key's largest (0.16.0 to 0.23.0: it is
-compiled for `unsigned short`): scales come out near 100, nearly all of e4m3 is lost,
-and the indexer picks other tokens than it should.
+compiled for `unsigned short`): scales come out 16 times too large and more, keys end
+among the subnormals of e4m3, and the indexer picks other tokens than it should.
 """
 
 import torch
