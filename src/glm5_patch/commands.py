@@ -22,6 +22,9 @@ from glm5_patch import (
     transaction,
 )
 from glm5_patch import verify as checks
+from glm5_patch.bench import model as bench_model
+from glm5_patch.bench import report as bench_report
+from glm5_patch.bench.run import run_bench
 from glm5_patch.child.process import Failed as ChildFailed
 from glm5_patch.child.process import NotRun
 from glm5_patch.errors import Busy, Failed, NotFound, PatchError, Usage
@@ -33,7 +36,7 @@ from glm5_patch.probe.explain import Row
 from glm5_patch.probe.judge import CAPABILITIES, DTYPES, KV_CACHE_DTYPES
 from glm5_patch.probe.model import Capability
 from glm5_patch.report import Report, Table
-from glm5_patch.state import Condition, Inspection
+from glm5_patch.state import Condition, Inspection, State
 from glm5_patch.verify import TIMEOUT_S, Level, Outcome
 
 
@@ -211,13 +214,7 @@ def verify(
     deepest = _level(level)
     inspection = state.inspect(installation)
     notes = report.where(installation)
-    have = inspection.state
-    if have is None:
-        raise Failed(
-            "the patch is not applied",
-            where=str(installation.root),
-            todo="glm5-patch apply",
-        )
+    have = _applied(installation, inspection)
     wanted = None
     if inspection.condition is Condition.APPLIED:
         wanted = _plan(
@@ -275,31 +272,32 @@ def verify(
     )
 
 
-def bench(installation: Installation, dtype: str, quick: bool) -> Report:
-    """Check the kernels that are applied, and time them, on the GPU that is there."""
-    from glm5_patch.bench import report as bench_report
-    from glm5_patch.bench.model import REPEATS, Request, shapes
-    from glm5_patch.bench.run import run_bench
-
-    if dtype not in DTYPES:
-        raise Usage(
-            f"no dtype is called {dtype!r}", expected=" or ".join(sorted(DTYPES))
-        )
-    inspection = state.inspect(installation)
-    have = inspection.state
-    if have is None:
+def _applied(installation: Installation, inspection: Inspection) -> State:
+    """The state of the patch; it is an error if there is none."""
+    if inspection.state is None:
         raise Failed(
             "the patch is not applied",
             where=str(installation.root),
             todo="glm5-patch apply",
         )
+    return inspection.state
+
+
+def bench(installation: Installation, dtype: str, quick: bool) -> Report:
+    """Check the kernels that are applied, and time them, on the GPU that is there."""
+    if dtype not in DTYPES:
+        raise Usage(
+            f"no dtype is called {dtype!r}", expected=" or ".join(sorted(DTYPES))
+        )
+    inspection = state.inspect(installation)
+    have = _applied(installation, inspection)
     if inspection.condition is not Condition.APPLIED:
         raise Failed(
             f"the patch is {inspection.condition.value}: these are not its kernels",
             where=str(installation.root),
             todo="glm5-patch status, which says more",
         )
-    wanted = shapes(have.features, (dtype,), quick)
+    wanted = bench_model.shapes(have.features, (dtype,), quick)
     if not wanted:
         raise Failed(
             "no feature with a kernel is applied",
@@ -308,7 +306,8 @@ def bench(installation: Installation, dtype: str, quick: bool) -> Report:
             todo="glm5-patch apply",
         )
     answer = run_bench(
-        _python(installation, "bench"), Request(installation.root, wanted, REPEATS)
+        _python(installation, "bench"),
+        bench_model.Request(installation.root, wanted, bench_model.REPEATS),
     )
     if isinstance(answer, NotRun | ChildFailed):
         detail = answer.detail if isinstance(answer, ChildFailed) else ()
