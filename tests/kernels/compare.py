@@ -6,7 +6,11 @@ of the expected row. The worst row counts, so that one wrong token of a large
 batch cannot hide in the average of the others.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
+from cases import Inputs
 
 # One 16-bit rounding of the weights and one of the output; the rest is float32.
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -69,3 +73,22 @@ def check_lse(name: str, actual: torch.Tensor, expected: torch.Tensor) -> float:
             f"{LSE_TOLERANCE:.0e}"
         )
     return worst
+
+
+def merge_shards(
+    run: Callable[[Inputs], tuple[torch.Tensor, torch.Tensor]],
+    inputs: Inputs,
+    shards: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of ranks with every `shards`-th key each, merged by their LSE."""
+    parts = []
+    for rank in range(shards):
+        slots = torch.full_like(inputs.slots, -1)
+        slots[:, rank::shards] = inputs.slots[:, rank::shards]
+        parts.append(run(replace(inputs, slots=slots)))
+    lse = torch.logsumexp(torch.stack([part[1].double() for part in parts]), dim=0)
+    whole = sum(
+        part.double() * torch.exp(part_lse.double() - lse)[..., None]
+        for part, part_lse in parts
+    )
+    return whole.to(inputs.q.dtype), lse

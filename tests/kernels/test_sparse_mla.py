@@ -8,8 +8,8 @@ import pytest
 import reference
 import torch
 from cases import CASES, PAGE, ROW_DIM, Case, Inputs
-from compare import MismatchError, check_lse, check_out
-from ops import triton_sparse_mla
+from compare import MismatchError, check_lse, check_out, merge_shards
+from ops import triton_sparse_merge
 from ops.triton_sparse_launch import (
     LATENT_DIM,
     LaunchConfig,
@@ -194,7 +194,7 @@ def test_every_number_of_splits_gives_the_same(
     inputs.slots[1, : topk // 2] = -1
     expected_out, expected_lse = expect(inputs)
     for splits in (1, 2, 4, 16):
-        monkeypatch.setattr(triton_sparse_mla, "num_splits", lambda *_, n=splits: n)
+        monkeypatch.setattr(triton_sparse_merge, "num_splits", lambda *_, n=splits: n)
         out, lse = run(inputs)
         check_out(f"{splits} splits", out, expected_out)
         check_lse(f"{splits} splits", lse, expected_lse)
@@ -205,18 +205,9 @@ def test_shards_merged_by_their_lse_equal_the_whole(shards: int, device: str) ->
     """What decode context parallelism does: each rank holds some of the keys."""
     inputs = Case("shards", heads=8, tokens=3, topk=90).build(device)
     inputs.slots[1, ::shards] = -1  # rank 0 holds no key of token 1
-    parts = []
-    for rank in range(shards):
-        slots = torch.full_like(inputs.slots, -1)
-        slots[:, rank::shards] = inputs.slots[:, rank::shards]
-        parts.append(run(replace(inputs, slots=slots)))
-    lse = torch.logsumexp(torch.stack([part[1].double() for part in parts]), dim=0)
-    whole = sum(
-        part.double() * torch.exp(part_lse.double() - lse)[..., None]
-        for part, part_lse in parts
-    )
+    whole, lse = merge_shards(run, inputs, shards)
     expected_out, expected_lse = expect(inputs)
-    check_out("shards", whole.to(inputs.q.dtype), expected_out)
+    check_out("shards", whole, expected_out)
     check_lse("shards", lse, expected_lse)
 
 
@@ -226,7 +217,7 @@ def test_the_last_split_merges_where_it_has_tickets(
     heads: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same result as the kernel that merges, and tickets for the next call."""
-    monkeypatch.setattr(triton_sparse_mla, "num_splits", lambda *_: splits)
+    monkeypatch.setattr(triton_sparse_merge, "num_splits", lambda *_: splits)
     inputs = Case("tickets", heads=heads, tokens=3, topk=150).build(device)
     inputs.slots[1, :40] = -1
     inputs.slots[2] = -1
@@ -249,7 +240,7 @@ def run_with(
 
 def test_a_used_ticket_is_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: were the tickets not used, a wrong one would change nothing."""
-    monkeypatch.setattr(triton_sparse_mla, "num_splits", lambda *_: 2)
+    monkeypatch.setattr(triton_sparse_merge, "num_splits", lambda *_: 2)
     inputs = Case("control", heads=8, tokens=2, topk=70).build(device)
     tickets = new_tickets(torch.device(device))
     tickets[0] = 1  # the first split of token 0 takes itself for the last
@@ -261,7 +252,7 @@ def test_a_used_ticket_is_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_too_few_tickets_are_named(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_sparse_mla, "num_splits", lambda *_: 2)
+    monkeypatch.setattr(triton_sparse_merge, "num_splits", lambda *_: 2)
     inputs = Case("tickets", heads=8, tokens=4).build(device)
     with pytest.raises(
         ValueError,

@@ -8,8 +8,8 @@ import pytest
 import reference
 import torch
 from cases import CASES, PAGE, Case, Inputs, in_fp8
-from compare import MismatchError, check_lse, check_out
-from ops import triton_sparse_mla_fp8
+from compare import MismatchError, check_lse, check_out, merge_shards
+from ops import triton_sparse_merge
 from ops.triton_sparse_launch import (
     LATENT_DIM,
     chip,
@@ -275,7 +275,7 @@ def test_every_number_of_splits_gives_the_same(
     inputs = in_fp8(Case("splits", heads=heads, tokens=2, topk=topk).build(device))
     inputs.slots[1, : topk // 2] = -1
     for splits in (1, 2, 4, 16):
-        monkeypatch.setattr(triton_sparse_mla_fp8, "num_splits", lambda *_, n=splits: n)
+        monkeypatch.setattr(triton_sparse_merge, "num_splits", lambda *_, n=splits: n)
         check(f"{splits} splits", inputs)
 
 
@@ -283,25 +283,16 @@ def test_every_number_of_splits_gives_the_same(
 def test_shards_merged_by_their_lse_equal_the_whole(shards: int, device: str) -> None:
     inputs = in_fp8(Case("shards", heads=8, tokens=3, topk=90).build(device))
     inputs.slots[1, ::shards] = -1  # rank 0 holds no key of token 1
-    parts = []
-    for rank in range(shards):
-        slots = torch.full_like(inputs.slots, -1)
-        slots[:, rank::shards] = inputs.slots[:, rank::shards]
-        parts.append(run(replace(inputs, slots=slots)))
-    lse = torch.logsumexp(torch.stack([part[1].double() for part in parts]), dim=0)
-    whole = sum(
-        part.double() * torch.exp(part_lse.double() - lse)[..., None]
-        for part, part_lse in parts
-    )
+    whole, lse = merge_shards(run, inputs, shards)
     expected_out, expected_lse = expect(inputs)
-    check_out("shards", whole.to(inputs.q.dtype), expected_out)
+    check_out("shards", whole, expected_out)
     check_lse("shards", lse, expected_lse)
 
 
 def test_the_last_split_merges_where_it_has_tickets(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_sparse_mla_fp8, "num_splits", lambda *_: 2)
+    monkeypatch.setattr(triton_sparse_merge, "num_splits", lambda *_: 2)
     inputs = in_fp8(Case("tickets", heads=17, tokens=2, topk=70).build(device))
     expected_out, expected_lse = expect(inputs)
     tickets = new_tickets(torch.device(device))

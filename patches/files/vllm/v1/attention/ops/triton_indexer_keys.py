@@ -15,9 +15,7 @@ import triton
 import triton.language as tl
 
 from .triton_e4m3 import encode_e4m3
-
-HEAD_DIM = 128
-SCALE_BYTES = 4
+from .triton_mqa_logits import HEAD_DIM, ROW_BYTES
 
 
 @triton.jit
@@ -69,16 +67,15 @@ def write_index_keys(
         ValueError: an argument breaks this contract; the message names both
             what was expected and what was found.
     """
-    row = HEAD_DIM + SCALE_BYTES
     if (
         kv_cache.dtype != torch.uint8
-        or kv_cache.shape[2:] != (row,)
-        or kv_cache.stride()[1:] != (row, 1)
+        or kv_cache.shape[2:] != (ROW_BYTES,)
+        or kv_cache.stride()[1:] != (ROW_BYTES, 1)
     ):
         raise ValueError(
-            f"kv_cache must be [num_blocks, page, {row}] of torch.uint8, contiguous "
-            f"within a block, found {list(kv_cache.shape)} of {kv_cache.dtype} with "
-            f"strides {kv_cache.stride()}"
+            f"kv_cache must be [num_blocks, page, {ROW_BYTES}] of torch.uint8, "
+            f"contiguous within a block, found {list(kv_cache.shape)} of "
+            f"{kv_cache.dtype} with strides {kv_cache.stride()}"
         )
     if (
         keys.shape[1:] != (HEAD_DIM,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adding up the results of a token whose keys were split over several programs.
+"""Where the results of a call go, and adding them up where keys were split.
 
 Where r[s] and l[s] are the result and the LSE of split s,
 
@@ -8,11 +8,20 @@ Where r[s] and l[s] are the result and the LSE of split s,
 always in one order, whichever split ended first: the same bits every time.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from .triton_sparse_launch import LATENT_DIM, MERGED_BY_THE_LAST, chip
+from .triton_sparse_launch import (
+    LATENT_DIM,
+    MERGED_BY_THE_LAST,
+    LaunchConfig,
+    chip,
+    num_splits,
+)
 
 
 @triton.jit
@@ -180,18 +189,6 @@ def merge_block(splits: int) -> int:
     return 128 if splits <= 16 else 64
 
 
-def split_room(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the results and the LSEs of all splits, for `out` `[T, H, 512]`.
-
-    Both are float32 and begin with `[T, splits, H, 512]` and `[T, splits, H]`. In a
-    captured graph they come from the graph's own pool: a replay allocates nothing.
-    """
-    num_tokens, num_heads, _ = out.shape
-    count = num_tokens * splits * num_heads
-    flat = torch.empty(count * (LATENT_DIM + 1), dtype=torch.float32, device=out.device)
-    return flat, flat[count * LATENT_DIM :]
-
-
 def new_tickets(device: torch.device) -> torch.Tensor:
     """Counters by which the splits of a token learn which of them is the last.
 
@@ -201,16 +198,82 @@ def new_tickets(device: torch.device) -> torch.Tensor:
     return torch.zeros(2 * num_sms, dtype=torch.int32, device=device)
 
 
-def merges_by_the_last(
-    tickets: torch.Tensor | None, splits: int, count: int, device: torch.device
-) -> bool:
-    """Whether the last of `splits` merges: they are few, and there are tickets.
+class Call(NamedTuple):
+    """How one batch is launched, and the tensors that `hand_in` writes."""
+
+    capability: tuple[int, int]
+    config: LaunchConfig
+    splits: int
+    merges: bool  # whether the last split of a token merges
+    grid: tuple[int]
+    out: torch.Tensor
+    lse: torch.Tensor
+    part: torch.Tensor
+    part_lse: torch.Tensor
+    tickets: torch.Tensor
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge what no program has merged; gives the output and the LSE."""
+        if self.splits > 1 and not self.merges:
+            merge(self.part, self.part_lse, self.out, self.lse, self.splits)
+        return self.out, self.lse
+
+
+def prepare(
+    q_nope: torch.Tensor,
+    slots: torch.Tensor,
+    config_of: Callable[[tuple[int, int], int, int], LaunchConfig],
+    tickets: torch.Tensor | None,
+) -> Call:
+    """Choose the launch of a batch, and take room for its results.
+
+    Args:
+        q_nope: `[T, H, 512]`.
+        slots: `[T, topk]`.
+        config_of: the launch table of the kernel.
+        tickets: of the operator's caller, if it has any.
+
+    The room for splits is float32. In a captured graph it comes from the graph's own
+    pool: a replay allocates nothing.
 
     Raises:
-        ValueError: these are not `count` tickets on `device`, or more.
+        ValueError: the tickets are too few, or none.
     """
-    if tickets is None or not 1 < splits <= MERGED_BY_THE_LAST:
-        return False
+    num_tokens, num_heads, _ = q_nope.shape
+    device = q_nope.device
+    capability, num_sms = chip(device)
+    config = config_of(capability, num_heads, num_tokens)
+    head_blocks = triton.cdiv(num_heads, config.block_h)
+    splits = 1
+    if num_tokens > 0:
+        topk = slots.shape[1]
+        splits = num_splits(config, num_heads, num_tokens, topk, num_sms)
+    out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=device)
+    lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=device)
+    part, part_lse = out, lse
+    if splits > 1:
+        count = num_tokens * splits * num_heads
+        part = torch.empty(count * (LATENT_DIM + 1), dtype=torch.float32, device=device)
+        part_lse = part[count * LATENT_DIM :]
+    merges = tickets is not None and 1 < splits <= MERGED_BY_THE_LAST
+    if merges:
+        _check_tickets(tickets, num_tokens * head_blocks, device)
+    return Call(
+        capability,
+        config,
+        splits,
+        merges,
+        (num_tokens * splits * head_blocks,),
+        out,
+        lse,
+        part,
+        part_lse,
+        tickets if merges else slots,  # any int32 will do for what is not read
+    )
+
+
+def _check_tickets(tickets: torch.Tensor, count: int, device: torch.device) -> None:
+    """Raise ValueError unless these are `count` tickets on `device`, or more."""
     if (
         tickets.dtype != torch.int32
         or tickets.device != device
@@ -221,4 +284,3 @@ def merges_by_the_last(
             f"tickets must be contiguous, torch.int32, on {device} and at least "
             f"{count}, found {tickets.dtype} on {tickets.device}, {tickets.numel()}"
         )
-    return True

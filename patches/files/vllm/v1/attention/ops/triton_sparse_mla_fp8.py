@@ -22,13 +22,10 @@ import triton.language as tl
 
 from .triton_sparse_arguments import check_arguments, split_query
 from .triton_sparse_launch import (
-    LATENT_DIM,
-    chip,
     converts_e4m3,
     launch_config_fp8,
-    num_splits,
 )
-from .triton_sparse_merge import hand_in, merge, merges_by_the_last, split_room
+from .triton_sparse_merge import hand_in, prepare
 
 ROW_BYTES = 656
 # Rows are copied 16 bytes at a time, so each must begin at a multiple of that.
@@ -345,65 +342,42 @@ def sparse_mla_fp8(
     q_nope, q_pe = split_query(q)
     check_arguments(q_nope, q_pe, kv_cache, slots, ROW_BYTES, torch.uint8)
     _check_alignment(kv_cache)
-    num_tokens, num_heads, _ = q_nope.shape
     num_blocks, page, _ = kv_cache.shape
-
-    out = torch.empty(
-        (num_tokens, num_heads, LATENT_DIM), dtype=q_nope.dtype, device=q_nope.device
-    )
-    lse = torch.empty(
-        (num_tokens, num_heads), dtype=torch.float32, device=q_nope.device
-    )
-    if num_tokens == 0:
-        return out, lse
-
-    topk = slots.shape[1]
-    capability, num_sms = chip(q_nope.device)
-    config = launch_config_fp8(capability, num_heads, num_tokens)
-    splits = num_splits(config, num_heads, num_tokens, topk, num_sms)
-    head_blocks = triton.cdiv(num_heads, config.block_h)
-    part, part_lse = out, lse
-    if splits > 1:
-        part, part_lse = split_room(out, splits)
-    merge_here = merges_by_the_last(
-        tickets, splits, num_tokens * head_blocks, q_nope.device
-    )
-
-    _sparse_mla_fp8_kernel[(num_tokens * splits * head_blocks,)](
-        q_nope,
-        q_pe,
-        kv_cache,
-        slots,
-        out,
-        lse,
-        part,
-        part_lse,
-        tickets if merge_here else slots,
-        scale * 1.4426950408889634,
-        num_heads,
-        num_blocks * page,
-        q_nope.stride(0),
-        q_nope.stride(1),
-        q_pe.stride(0),
-        q_pe.stride(1),
-        kv_cache.stride(0) // ALIGNMENT,
-        kv_cache.stride(1) // ALIGNMENT,
-        slots.stride(0),
-        TOPK=topk,  # one value a model
-        SPLITS=splits,
-        MERGE=merge_here,
-        PAGE=page,
-        PAGES_ADJOIN=kv_cache.stride(0) == page * kv_cache.stride(1),
-        BLOCK_H=config.block_h,
-        BLOCK_N=config.block_n,
-        NATIVE=converts_e4m3(capability),
-        INTERPRETED=not isinstance(_sparse_mla_fp8_kernel, triton.JITFunction),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    if splits > 1 and not merge_here:
-        merge(part, part_lse, out, lse, splits)
-    return out, lse
+    call = prepare(q_nope, slots, launch_config_fp8, tickets)
+    if q_nope.shape[0] > 0:
+        _sparse_mla_fp8_kernel[call.grid](
+            q_nope,
+            q_pe,
+            kv_cache,
+            slots,
+            call.out,
+            call.lse,
+            call.part,
+            call.part_lse,
+            call.tickets,
+            scale * 1.4426950408889634,
+            q_nope.shape[1],
+            num_blocks * page,
+            q_nope.stride(0),
+            q_nope.stride(1),
+            q_pe.stride(0),
+            q_pe.stride(1),
+            kv_cache.stride(0) // ALIGNMENT,
+            kv_cache.stride(1) // ALIGNMENT,
+            slots.stride(0),
+            TOPK=slots.shape[1],  # one value a model
+            SPLITS=call.splits,
+            MERGE=call.merges,
+            PAGE=page,
+            PAGES_ADJOIN=kv_cache.stride(0) == page * kv_cache.stride(1),
+            BLOCK_H=call.config.block_h,
+            BLOCK_N=call.config.block_n,
+            NATIVE=converts_e4m3(call.capability),
+            INTERPRETED=not isinstance(_sparse_mla_fp8_kernel, triton.JITFunction),
+            num_warps=call.config.num_warps,
+            num_stages=call.config.num_stages,
+        )
+    return call.finish()
 
 
 def _check_alignment(kv_cache: torch.Tensor) -> None:
