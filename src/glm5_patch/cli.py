@@ -134,7 +134,9 @@ def revert(
         "revert",
         json,
         quiet,
-        lambda: commands.revert(commands.find(python, site_packages), dry_run),
+        lambda: commands.revert(
+            commands.find(python, site_packages), commands.patch_set, dry_run
+        ),
     )
 
 
@@ -212,7 +214,9 @@ def bench(
         "bench",
         json,
         quiet,
-        lambda: commands.bench(commands.find(python, site_packages), dtype, quick),
+        lambda: commands.bench(
+            commands.find(python, site_packages), commands.patch_set(), dtype, quick
+        ),
     )
 
 

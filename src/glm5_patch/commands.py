@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from glm5_patch import (
     manifest,
     overlay,
     plan,
+    recover,
     report,
     state,
     transaction,
@@ -65,8 +66,17 @@ def apply(
 ) -> Report:
     """Plan, and write the plan unless it is there already."""
     notes = report.where(installation)
-    if not dry_run and transaction.repair(installation):
-        notes += ("note: an interrupted run was taken back first",)
+    rebuilt = False
+    if dry_run:
+        _check_recorded(installation, lambda: patches)
+    else:
+        rebuilt = transaction.rebuild(
+            installation, lambda: recover.lost(installation, lambda: patches)
+        )
+        if transaction.repair(installation) and not rebuilt:
+            notes += ("note: an interrupted run was taken back first",)
+    if rebuilt:
+        notes += (_REBUILT,)
     inspection = state.inspect(installation)
     transaction.check_revertible(installation.root, inspection)
     wanted = _plan(installation, patches, inspection, features, allow_unlisted)
@@ -84,9 +94,14 @@ def apply(
     ):
         return Report(
             "apply",
-            f"already applied, digest {wanted.digest}; nothing written",
+            f"already applied, digest {wanted.digest}; "
+            + (
+                "nothing written"
+                if not rebuilt
+                else "the files of vLLM are as they were"
+            ),
             notes=notes,
-            data=data,
+            data={**data, "changed": rebuilt},
         )
     table = report.plan_table(wanted, installation.record)
     what = f"{', '.join(wanted.features)} to vLLM {installation.version}"
@@ -110,9 +125,43 @@ def apply(
     )
 
 
-def revert(installation: Installation, dry_run: bool) -> Report:
-    """Give back what the installer put there."""
+_REBUILT = "note: what was lost of the patch's state was made again first"
+
+
+def _check_recorded(
+    installation: Installation, patches: Callable[[], PatchSet]
+) -> None:
+    """Raise ``Failed`` if something of the state is lost: only writing runs mend it."""
+    lost = recover.lost(installation, patches)
+    if lost is None:
+        return
+    raise Failed(
+        "originals that the state names are missing or were changed"
+        if lost.noted
+        else "the patch is there, but the note of it is missing or cannot be read",
+        where=str(installation.root / (state.ORIGINALS if lost.noted else state.STATE)),
+        todo=_MEND,
+    )
+
+
+_MEND = (
+    "'glm5-patch apply' or 'glm5-patch revert'; either makes it again from the patched "
+    "files, and every byte of it is proven by a hash"
+)
+
+
+def revert(
+    installation: Installation, patches: Callable[[], PatchSet], dry_run: bool
+) -> Report:
+    """Give back what was there before the patch.
+
+    ``patches`` is only called if something of the state is lost.
+    """
     notes = report.where(installation)
+    if dry_run:
+        _check_recorded(installation, patches)
+    elif transaction.rebuild(installation, lambda: recover.lost(installation, patches)):
+        notes += (_REBUILT,)
     inspection = state.inspect(installation)
     transaction.check_revertible(installation.root, inspection)
     data = {"installation": report.installation_data(installation), "changed": False}
@@ -148,7 +197,15 @@ def revert(installation: Installation, dry_run: bool) -> Report:
 
 def status(installation: Installation, patches: PatchSet) -> Report:
     """Say which of the states the tree is in; write nothing."""
-    inspection = state.inspect(installation)
+    lost = recover.lost(installation, lambda: patches)
+    if lost is not None and not lost.noted:
+        inspection = Inspection(
+            Condition.UNRECORDED,
+            lost.state,
+            tuple((e, state.find(installation.root, e)) for e in lost.state.entries),
+        )
+    else:
+        inspection = state.inspect(installation)
     if inspection.condition is Condition.INTERRUPTED and lock.is_held(
         installation.root
     ):
@@ -169,6 +226,7 @@ def status(installation: Installation, patches: PatchSet) -> Report:
             {"path": entry.path, "found": found.value}
             for entry, found in inspection.found
         ],
+        "unkept": [entry.path for entry in inspection.unkept],
     }
     if have is None:
         return _status_of_stock(installation, patches, inspection, notes, data)
@@ -177,6 +235,16 @@ def status(installation: Installation, patches: PatchSet) -> Report:
         ("file", "found"),
         tuple((entry.path, found.value) for entry, found in inspection.found),
     )
+    if inspection.condition is Condition.APPLIED and inspection.unkept:
+        return Report(
+            "status",
+            f"applied: {features}, digest {have.digest}, but originals are missing or "
+            f"were changed: {', '.join(e.path for e in inspection.unkept)}",
+            _MEND,
+            1,
+            notes=notes,
+            data=data,
+        )
     if inspection.condition is Condition.APPLIED:
         tested = "" if have.tested else ", on a release that is not tested"
         return Report(
@@ -200,6 +268,11 @@ def status(installation: Installation, patches: PatchSet) -> Report:
             f"{installation.version} was installed over it",
             "glm5-patch apply, or glm5-patch revert to forget the old patch",
         ),
+        Condition.UNRECORDED: (
+            f"unrecorded: {len(inspection.found)} files are as the patch leaves them, "
+            f"but the note of it, {state.STATE}, is missing or cannot be read",
+            _MEND,
+        ),
     }[inspection.condition]
     return Report("status", summary, todo, 1, table, notes, data)
 
@@ -212,6 +285,7 @@ def verify(
 ) -> Report:
     """Check what is applied; a level that was asked for by name has to run."""
     deepest = _level(level)
+    _check_recorded(installation, lambda: patches)
     inspection = state.inspect(installation)
     notes = report.where(installation)
     have = _applied(installation, inspection)
@@ -283,12 +357,15 @@ def _applied(installation: Installation, inspection: Inspection) -> State:
     return inspection.state
 
 
-def bench(installation: Installation, dtype: str, quick: bool) -> Report:
+def bench(
+    installation: Installation, patches: PatchSet, dtype: str, quick: bool
+) -> Report:
     """Check the kernels that are applied, and time them, on the GPU that is there."""
     if dtype not in DTYPES:
         raise Usage(
             f"no dtype is called {dtype!r}", expected=" or ".join(sorted(DTYPES))
         )
+    _check_recorded(installation, lambda: patches)
     inspection = state.inspect(installation)
     have = _applied(installation, inspection)
     if inspection.condition is not Condition.APPLIED:
@@ -380,6 +457,7 @@ def explain(
 ) -> Report:
     """Which backend serves each case before and after, and why others refuse."""
     chosen = [_capability(text) for text in capabilities or ()] or CAPABILITIES
+    _check_recorded(installation, lambda: patches)
     inspection = state.inspect(installation)
     wanted = _plan(installation, patches, inspection, (), False)
     python = _python(installation, "explain")

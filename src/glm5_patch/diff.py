@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import Hunk as ParsedHunk
@@ -99,6 +99,15 @@ def apply(diff: FileDiff, text: str) -> str:
         result += hunk.after
         done = end
     return "".join(result + lines[done:])
+
+
+def reverse(diff: FileDiff) -> FileDiff:
+    """The diff that takes ``diff`` back, where its places are still the only ones."""
+    hunks = (
+        replace(h, before=h.after, after=h.before, added=h.removed, removed=h.added)
+        for h in diff.hunks
+    )
+    return FileDiff(diff.path, tuple(hunks))
 
 
 def split(text: str) -> list[str]:

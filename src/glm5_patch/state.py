@@ -70,6 +70,10 @@ class State:
     """Folders that the added files needed, outermost first."""
 
 
+class Unreadable(Failed):
+    """There is a note, or what only a note can explain, and it cannot be read."""
+
+
 class Condition(str, Enum):
     """What the tree and the state say together."""
 
@@ -79,6 +83,8 @@ class Condition(str, Enum):
     INTERRUPTED = "interrupted"
     REPLACED = "replaced"
     """Another vLLM was installed over the patched one."""
+    UNRECORDED = "unrecorded"
+    """The patch is there by its bytes, and its note is not; ``recover`` finds that."""
 
 
 class Found(str, Enum):
@@ -97,6 +103,8 @@ class Inspection:
     condition: Condition
     state: State | None = None
     found: tuple[tuple[Entry, Found], ...] = ()
+    unkept: tuple[Entry, ...] = ()
+    """Entries whose originals have to go back, and are missing or were changed."""
 
     @property
     def replaced(self) -> bool:
@@ -112,7 +120,8 @@ def dump(state: State) -> bytes:
 def load(root: Path) -> State | None:
     """Read and check the state below ``root``; None if there is none.
 
-    Originals without a state are not left by any run: raises ``Failed`` for them too.
+    Originals without a state are not left by any run: raises ``Unreadable`` for them
+    too.
     """
     data = tree.read(root, STATE)
     if data is None:
@@ -145,13 +154,15 @@ def load(root: Path) -> State | None:
         raise _unreadable(root, str(error)) from error
 
 
-def _unreadable(root: Path, found: str) -> Failed:
-    return Failed(
+def _unreadable(root: Path, found: str) -> Unreadable:
+    return Unreadable(
         "the note of what was applied cannot be read",
         where=str(root / STATE),
+        expected="the note as 'glm5-patch apply' wrote it",
         found=found,
-        todo=f"the originals are below {root / ORIGINALS}; "
-        "keep them, and install vLLM again",
+        todo="install vLLM again, and then delete the folder "
+        f"{root / FOLDER}; the originals are in it until then, with %2F for each / "
+        "of a path",
     )
 
 
@@ -177,7 +188,13 @@ def inspect(installation: Installation) -> Inspection:
         condition = Condition.REPLACED
     else:
         condition = Condition.DRIFTED
-    return Inspection(condition, state, found)
+    replaced = condition is Condition.REPLACED
+    unkept = tuple(
+        entry
+        for entry, what in found
+        if goes_back(what, replaced) and not is_kept(installation.root, entry)
+    )
+    return Inspection(condition, state, found, unkept)
 
 
 def find(root: Path, entry: Entry) -> Found:
@@ -218,6 +235,12 @@ def kept(root: Path, entry: Entry) -> Path:
     return root / ORIGINALS / quote(entry.path, safe="")
 
 
+def is_kept(root: Path, entry: Entry) -> bool:
+    """Whether the original of ``entry`` is there as it was, or needs not be."""
+    file = kept(root, entry).relative_to(root).as_posix()
+    return entry.before is None or hash_of(root, file) == entry.before
+
+
 def original(root: Path, entry: Entry) -> bytes | None:
     """The kept original of ``entry``, checked; None where there was no file."""
     if entry.before is None:
@@ -230,7 +253,8 @@ def original(root: Path, entry: Entry) -> bytes | None:
             where=str(file),
             expected=f"sha256 {entry.before}",
             found="no such file" if data is None else f"sha256 {sha256(data)}",
-            todo="install vLLM again",
+            todo="run 'glm5-patch apply' or 'glm5-patch revert': either makes it again "
+            "from the patched file, where that can be proven",
         )
     return data
 

@@ -9,7 +9,7 @@ also all that a revert is. So there is one way back, and it can be taken again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -18,6 +18,7 @@ from glm5_patch.errors import Conflict, Failed, PatchError
 from glm5_patch.locate import Installation
 from glm5_patch.manifest import sha256
 from glm5_patch.plan import Plan
+from glm5_patch.recover import Lost
 from glm5_patch.state import (
     Condition,
     Entry,
@@ -94,6 +95,40 @@ def repair(installation: Installation) -> bool:
             _take_back(installation)
             return True
     return False
+
+
+def rebuild(installation: Installation, find: Callable[[], Lost | None]) -> bool:
+    """Write what ``find`` made again of a lost state; True if anything was lost.
+
+    A note that is made again is that of a revert at work: ``repair`` comes next.
+    """
+    root = installation.root
+    if find() is None:
+        return False
+    with lock.exclusive(root):
+        lost = find()  # another run may have been at work until now
+        if lost is None:
+            return False
+        try:
+            _put_record(root, lost)
+        except OSError as error:
+            raise tree.refused(error, root) from error
+    return True
+
+
+def _put_record(root: Path, lost: Lost) -> None:
+    folder = tree.folder(root, state.ORIGINALS)
+    if not folder.exists():
+        files.make_folder(folder, (root / "vllm").stat())
+    for entry in lost.state.entries:
+        if entry.path in lost.originals and not state.is_kept(root, entry):
+            kept = state.kept(root, entry)
+            files.remove(kept)
+            like = tree.target(root, entry.path).stat()
+            files.write(kept, lost.originals[entry.path], like)
+    files.sync_folder(folder)
+    if not lost.noted:  # last: until it is there, the next run makes it all again
+        _put_state(root, lost.state)
 
 
 def check_revertible(root: Path, inspection: Inspection) -> None:
