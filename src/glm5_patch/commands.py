@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from packaging.version import Version
 
@@ -21,6 +22,7 @@ from glm5_patch import (
     report,
     state,
     transaction,
+    tree,
 )
 from glm5_patch import verify as checks
 from glm5_patch.bench import model as bench_model
@@ -37,7 +39,7 @@ from glm5_patch.probe.explain import Row
 from glm5_patch.probe.judge import CAPABILITIES, DTYPES, KV_CACHE_DTYPES
 from glm5_patch.probe.model import Capability
 from glm5_patch.report import Report, Table
-from glm5_patch.state import Condition, Inspection, State
+from glm5_patch.state import Condition, Found, Inspection, State
 from glm5_patch.verify import TIMEOUT_S, Level, Outcome
 
 
@@ -57,6 +59,40 @@ def patch_set() -> PatchSet:
     return manifest.load(manifest.bundled_root())
 
 
+P = ParamSpec("P")
+
+
+def _undisturbed(
+    command: Callable[Concatenate[Installation, P], Report],
+) -> Callable[Concatenate[Installation, P], Report]:
+    """Have a failure that another run may be the cause of say that, with ``Busy``."""
+
+    @functools.wraps(command)
+    def run(installation: Installation, /, *args: P.args, **kwargs: P.kwargs) -> Report:
+        root = installation.root
+        before = tree.read(root, state.STATE)
+        try:
+            outcome = command(installation, *args, **kwargs)
+        except PatchError as error:
+            if isinstance(error, Busy) or not lock.is_disturbed(root, before):
+                raise
+            raise _busy(root) from error
+        if outcome.exit_code and lock.is_disturbed(root, before):
+            raise _busy(root)
+        return outcome
+
+    return run
+
+
+def _busy(root: Path) -> Busy:
+    return Busy(
+        "another run of glm5-patch is at work here, or was until now",
+        where=str(root),
+        todo="wait for it to end, then run this again",
+    )
+
+
+@_undisturbed
 def apply(
     installation: Installation,
     patches: PatchSet,
@@ -77,9 +113,13 @@ def apply(
             notes += ("note: an interrupted run was taken back first",)
     if rebuilt:
         notes += (_REBUILT,)
-    inspection = state.inspect(installation)
-    transaction.check_revertible(installation.root, inspection)
-    wanted = _plan(installation, patches, inspection, features, allow_unlisted)
+
+    def look() -> tuple[Inspection, Plan]:
+        found = state.inspect(installation)
+        transaction.check_revertible(installation.root, found)
+        return found, _plan(installation, patches, found, features, allow_unlisted)
+
+    inspection, wanted = look() if dry_run else lock.settled(installation.root, look)
     notes += report.untested(wanted)
     data = {
         "installation": report.installation_data(installation),
@@ -95,11 +135,7 @@ def apply(
         return Report(
             "apply",
             f"already applied, digest {wanted.digest}; "
-            + (
-                "nothing written"
-                if not rebuilt
-                else "the files of vLLM are as they were"
-            ),
+            f"{'no file of vLLM' if rebuilt else 'nothing'} written",
             notes=notes,
             data={**data, "changed": rebuilt},
         )
@@ -150,6 +186,7 @@ _MEND = (
 )
 
 
+@_undisturbed
 def revert(
     installation: Installation, patches: Callable[[], PatchSet], dry_run: bool
 ) -> Report:
@@ -162,16 +199,23 @@ def revert(
         _check_recorded(installation, patches)
     elif transaction.rebuild(installation, lambda: recover.lost(installation, patches)):
         notes += (_REBUILT,)
-    inspection = state.inspect(installation)
-    transaction.check_revertible(installation.root, inspection)
     data = {"installation": report.installation_data(installation), "changed": False}
+    if dry_run:
+        inspection = state.inspect(installation)
+        transaction.check_revertible(installation.root, inspection)
+    else:  # looked at when no other run is at work: it may be doing just this
+        inspection = transaction.revert(installation) or Inspection(
+            Condition.NOT_APPLIED
+        )
+    if inspection.state is None:
+        return Report("revert", "not applied; nothing to do", notes=notes, data=data)
     rows = tuple(
         (entry.path, "remove" if entry.before is None else "restore")
         for entry, found in inspection.found
         if state.goes_back(found, inspection.replaced)
     )
     table = Table(("file", "change"), rows) if rows else None
-    if dry_run and inspection.state is not None:
+    if dry_run:
         return Report(
             "revert",
             f"dry run: would give back {len(rows)} files; nothing written",
@@ -180,21 +224,32 @@ def revert(
             notes=notes,
             data=data,
         )
-    if transaction.revert(installation) is None:
-        return Report("revert", "not applied; nothing to do", notes=notes, data=data)
-    if inspection.replaced:
-        summary = "another vLLM was installed over the patched one; forgot the patch"
-    else:
-        summary = "reverted: every file is as the installer put it there"
     return Report(
         "revert",
-        summary,
+        _reverted(inspection),
         table=table,
         notes=notes,
         data={**data, "changed": True},
     )
 
 
+def _reverted(inspection: Inspection) -> str:
+    """What taking the patch back came to, as far as it was checked."""
+    if inspection.replaced:
+        return "another vLLM was installed over the patched one; forgot the patch"
+    changed = [
+        entry.path for entry, found in inspection.found if found is Found.EDITED
+    ]  # only a RECORD can be: an edit of anything else is refused
+    if changed:
+        return (
+            "reverted: every file of vLLM has the bytes that it had before 'apply'; "
+            f"{changed[0]}, which something else changed since, lost the patch's rows "
+            "only"
+        )
+    return "reverted: every file has the bytes that it had before 'apply'"
+
+
+@_undisturbed
 def status(installation: Installation, patches: PatchSet) -> Report:
     """Say which of the states the tree is in; write nothing."""
     lost = recover.lost(installation, lambda: patches)
@@ -206,14 +261,6 @@ def status(installation: Installation, patches: PatchSet) -> Report:
         )
     else:
         inspection = state.inspect(installation)
-    if inspection.condition is Condition.INTERRUPTED and lock.is_held(
-        installation.root
-    ):
-        raise Busy(
-            "another run of glm5-patch is at work here",
-            where=str(installation.root),
-            todo="wait for it to end, then ask again",
-        )
     notes = report.where(installation)
     have = inspection.state
     data: dict[str, Any] = {
@@ -277,6 +324,7 @@ def status(installation: Installation, patches: PatchSet) -> Report:
     return Report("status", summary, todo, 1, table, notes, data)
 
 
+@_undisturbed
 def verify(
     installation: Installation,
     patches: PatchSet,
@@ -357,6 +405,7 @@ def _applied(installation: Installation, inspection: Inspection) -> State:
     return inspection.state
 
 
+@_undisturbed
 def bench(
     installation: Installation, patches: PatchSet, dtype: str, quick: bool
 ) -> Report:
@@ -448,6 +497,7 @@ def _inspect_for(
     return account(path, Version(installation.version))
 
 
+@_undisturbed
 def explain(
     installation: Installation,
     patches: PatchSet,

@@ -12,16 +12,19 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from glm5_patch import tree
-from glm5_patch.errors import Busy
+from glm5_patch import files, tree
+from glm5_patch.errors import Busy, PatchError
 from glm5_patch.state import FOLDER, STATE
 
 LOCK = f"{FOLDER}/lock"
 WAIT_S = 10.0
 _POLL_S = 0.05
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -33,7 +36,11 @@ def exclusive(root: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     """
     try:
         descriptor = _acquire(root, time.monotonic() + wait_s)
-    except OSError as error:
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            (root / FOLDER).rmdir()  # only if nothing is in it
+        if not isinstance(error, OSError):
+            raise
         raise tree.refused(error, root / LOCK) from error
     try:
         yield
@@ -43,6 +50,26 @@ def exclusive(root: Path, wait_s: float = WAIT_S) -> Iterator[None]:
                 (root / LOCK).unlink()
                 (root / FOLDER).rmdir()
         os.close(descriptor)
+
+
+def settled(root: Path, look: Callable[[], T]) -> T:
+    """What ``look`` finds, for a writing run.
+
+    If it fails while another run is at work, or was, it looks again when that is done.
+    """
+    before = tree.read(root, STATE)
+    try:
+        return look()
+    except PatchError:
+        if not is_disturbed(root, before):
+            raise
+    with exclusive(root):
+        return look()
+
+
+def is_disturbed(root: Path, before: bytes | None) -> bool:
+    """Whether another run is at work, or was since ``STATE`` held ``before``."""
+    return is_held(root) or tree.read(root, STATE) != before
 
 
 def is_held(root: Path) -> bool:
@@ -64,11 +91,14 @@ def is_held(root: Path) -> bool:
 
 def _acquire(root: Path, deadline: float) -> int:
     file = tree.target(root, LOCK)
+    package = (root / "vllm").stat()  # whoever may read that may read the state
     while True:
-        file.parent.mkdir(exist_ok=True)
+        if not file.parent.exists():
+            with contextlib.suppress(FileExistsError):
+                files.make_folder(file.parent, package)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            descriptor = os.open(file, flags, 0o644)
+            descriptor = os.open(file, flags, 0o600)
         except FileNotFoundError:
             continue  # the run before us has just removed the folder
         try:
@@ -84,5 +114,17 @@ def _acquire(root: Path, deadline: float) -> int:
             time.sleep(_POLL_S)
             continue
         if os.fstat(descriptor).st_nlink > 0:
+            _open_to_readers(descriptor, package)
             return descriptor
         os.close(descriptor)
+
+
+def _open_to_readers(descriptor: int, package: os.stat_result) -> None:
+    """Give the lock the owner of the package, and the mode of a file in it."""
+    now = os.fstat(descriptor)
+    mode = package.st_mode & 0o666
+    with contextlib.suppress(PermissionError):  # another's, who saw to it
+        if (now.st_uid, now.st_gid) != (package.st_uid, package.st_gid):
+            os.fchown(descriptor, package.st_uid, package.st_gid)
+        if now.st_mode & 0o7777 != mode:
+            os.fchmod(descriptor, mode)

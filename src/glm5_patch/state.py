@@ -160,9 +160,8 @@ def _unreadable(root: Path, found: str) -> Unreadable:
         where=str(root / STATE),
         expected="the note as 'glm5-patch apply' wrote it",
         found=found,
-        todo="install vLLM again, and then delete the folder "
-        f"{root / FOLDER}; the originals are in it until then, with %2F for each / "
-        "of a path",
+        todo=f"install vLLM again, and then delete {root / FOLDER}; the originals are "
+        f"in {root / ORIGINALS} until then, with %2F for each / of a path",
     )
 
 

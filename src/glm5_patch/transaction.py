@@ -73,8 +73,10 @@ def apply(installation: Installation, plan: Plan) -> State:
             raise refused from error
 
 
-def revert(installation: Installation) -> State | None:
-    """Give back what the installer put there; None if nothing was applied.
+def revert(installation: Installation) -> Inspection | None:
+    """Give back what was there before; None if nothing was applied.
+
+    What is returned tells how each file was found.
 
     Raises ``Failed``, and writes nothing, if a patched file was edited since: the edit
     would be lost.
@@ -87,7 +89,8 @@ def revert(installation: Installation) -> State | None:
 
 def repair(installation: Installation) -> bool:
     """Take back what an interrupted run left; True if there was such a run."""
-    if state.inspect(installation).condition is not Condition.INTERRUPTED:
+    found = lock.settled(installation.root, lambda: state.inspect(installation))
+    if found.condition is not Condition.INTERRUPTED:
         return False
     with lock.exclusive(installation.root):
         # the run may not have been interrupted but at work until now
@@ -103,7 +106,7 @@ def rebuild(installation: Installation, find: Callable[[], Lost | None]) -> bool
     A note that is made again is that of a revert at work: ``repair`` comes next.
     """
     root = installation.root
-    if find() is None:
+    if lock.settled(root, find) is None:
         return False
     with lock.exclusive(root):
         lost = find()  # another run may have been at work until now
@@ -147,7 +150,7 @@ def check_revertible(root: Path, inspection: Inspection) -> None:
             )
 
 
-def _take_back(installation: Installation) -> State | None:
+def _take_back(installation: Installation) -> Inspection | None:
     root = installation.root
     inspection = state.inspect(installation)
     done = inspection.state
@@ -162,7 +165,7 @@ def _take_back(installation: Installation) -> State | None:
         _restore(root, done, inspection.replaced)
     except OSError as error:
         raise tree.refused(error, root) from error
-    return done
+    return inspection
 
 
 def _write(root: Path, begun: State, contents: dict[str, bytes]) -> State:

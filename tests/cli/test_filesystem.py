@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from scene import PATCHED, STATE, Scene, contents, environment, stamps
+from scene import ADDED, PATCHED, STATE, Scene, contents, environment, stamps
 
 Snapshot = Callable[..., None]
 
@@ -177,6 +177,30 @@ def test_modes_and_owners_stay(own_tree: Scene) -> None:
         assert found() == before
 
 
+def test_others_may_read_whatever_the_umask(own_tree: Scene) -> None:
+    """As they may read the package: one user applies, others ask for the status."""
+    modes = {0o755: 0o644, 0o750: 0o640}
+    for folder, file in modes.items():
+        (own_tree.root / "vllm").chmod(folder)
+        (own_tree.root / "vllm/__init__.py").chmod(file)
+        if os.geteuid() == 0:
+            os.chown(own_tree.root / "vllm", 1234, 5678)
+        own_tree.stand_in = lambda: os.umask(0o077) and None
+        own_tree.must("apply")
+        state = own_tree.root / ".glm5-patch"
+        found = {p.name: p.stat() for p in (state, *state.iterdir())}
+        assert {name: s.st_mode & 0o777 for name, s in found.items()} == {
+            ".glm5-patch": folder,
+            "originals": folder,
+            "state.json": file,
+            "lock": file,
+        }
+        if os.geteuid() == 0:
+            assert (found["lock"].st_uid, found[".glm5-patch"].st_gid) == (1234, 5678)
+        assert (own_tree.root / ADDED).stat().st_mode & 0o777 == file
+        own_tree.must("revert")
+
+
 @pytest.fixture
 def held(scene: Scene) -> Iterator[Scene]:
     """A scene whose lock is another process's."""
@@ -207,6 +231,62 @@ def test_status_while_another_run_writes(scene: Scene, snapshot: Snapshot) -> No
         done = scene.run("status")
     snapshot("busy-status", done)
     assert done.code == 7
+
+
+def test_a_run_that_reads_while_another_takes_the_patch_back(scene: Scene) -> None:
+    """Half-way, an original is back in its place and the state has not said so yet."""
+    before = contents(scene.root)
+    scene.must("apply")
+    target = scene.root / PATCHED[0]
+    kept = scene.root / ".glm5-patch/originals" / PATCHED[0].replace("/", "%2F")
+    patched = target.read_bytes()
+    with (scene.root / ".glm5-patch/lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept.rename(scene.home / "on its way")
+        for command in ("status", "verify", "revert --dry-run", "apply --dry-run"):
+            done = scene.run(*command.split())
+            assert (done.code, "another run" in done.err) == (7, True), done
+        command = [sys.executable, "-m", "glm5_patch", "revert"]
+        command += ["--site-packages", str(scene.root)]
+        waiting = subprocess.Popen(
+            command, env=environment(scene.library), stderr=subprocess.PIPE, text=True
+        )
+        time.sleep(2)
+        assert waiting.poll() is None
+        assert target.read_bytes() == patched
+        (scene.home / "on its way").rename(target)
+    assert waiting.communicate(timeout=60)[1] == ""
+    assert waiting.returncode == 0
+    assert contents(scene.root) == before
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [("revert",) * 4, ("revert", "apply", "revert", "apply --feature=gguf")],
+    ids=["reverts", "both"],
+)
+def test_runs_at_once_on_a_patched_tree(
+    commands: tuple[str, ...], scene: Scene
+) -> None:
+    """Whoever comes second finds the work done, or does its own after it."""
+    before = contents(scene.root)
+    start = [sys.executable, "-m", "glm5_patch"]
+    for _ in range(4):
+        scene.must("apply")
+        runs = [
+            subprocess.Popen(
+                [*start, *command.split(), "--site-packages", str(scene.root)],
+                env=environment(scene.library),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for command in commands
+        ]
+        errors = [run.communicate(timeout=120)[1] for run in runs]
+        assert [run.returncode for run in runs] == [0] * len(runs), errors
+        scene.must("revert")
+        assert contents(scene.root) == before
 
 
 def test_many_at_once_all_end_well(scene: Scene) -> None:

@@ -93,7 +93,8 @@ def test_apply_then_revert_is_the_identity(
     assert {p: have[p] for p in untouched} == {p: STOCK[p].encode() for p in untouched}
     assert not [p for p in have if "__pycache__/cuda." in p or "/registry." in p[:-3]]
 
-    assert transaction.revert(installation) == done
+    reverted = transaction.revert(installation)
+    assert reverted is not None and reverted.state == done
     assert picture(tmp_path) == before
     assert transaction.revert(installation) is None
     assert picture(tmp_path) == before
