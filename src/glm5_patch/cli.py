@@ -6,6 +6,7 @@ Each command imports its work when it runs: ``--help`` needs none of it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -254,12 +255,50 @@ def version(
         raise typer.Exit
 
 
+class _Unwritten(Exception):
+    """Standard output does not take the report."""
+
+
 def main() -> NoReturn:
     """The console script."""
+    _open_missing_streams()
     try:
-        sys.exit(app(standalone_mode=False))
-    except _UsageError as error:
-        _end_with(error)
+        try:
+            code = app(standalone_mode=False)
+            sys.stdout.flush()  # the help text, which is not ours to write
+        except _UsageError as error:
+            _end_with(error)
+        except OSError as error:
+            raise _Unwritten(error) from error
+    except _Unwritten as error:
+        from glm5_patch.errors import NotPermitted
+
+        print(f"error: standard output cannot be written: {error}", file=sys.stderr)
+        # Python flushes once more when it ends, and would complain once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(NotPermitted.exit_code)
+    sys.exit(code)
+
+
+def _open_missing_streams() -> None:
+    """Occupy closed standard descriptors: the next file opened would take their place.
+
+    Writing to a closed stdout fails then, as it should; what goes to stderr is lost.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDONLY)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+
+
+def _say(write: Callable[[], None]) -> None:
+    """Write to stdout, or raise ``_Unwritten``: nothing may end well unread."""
+    try:
+        write()
+        sys.stdout.flush()
+    except OSError as error:
+        raise _Unwritten(error) from error
 
 
 def _end_with(error: typer.BadParameter) -> NoReturn:
@@ -284,22 +323,24 @@ def _fail(command: str | None, json: bool, error: PatchError) -> NoReturn:
     if json:
         from glm5_patch import report
 
-        print(report.error_json(command, error))
+        _say(lambda: print(report.error_json(command, error)))
     sys.exit(error.exit_code)
 
 
 def _run(name: str, json: bool, quiet: bool, work: Callable[[], Report]) -> NoReturn:
-    from glm5_patch import report
+    from glm5_patch import report, tree
     from glm5_patch.errors import PatchError
 
     try:
         outcome = work()
     except PatchError as error:
         _fail(name, json, error)
+    except OSError as error:
+        _fail(name, json, tree.refused(error, Path("a temporary file")))
     if json:
-        print(report.as_json(outcome))
+        _say(lambda: print(report.as_json(outcome)))
     elif not quiet:
-        report.render(outcome, sys.stdout)
+        _say(lambda: report.render(outcome, sys.stdout))
     elif outcome.exit_code:
         print(outcome.summary, file=sys.stderr)
     sys.exit(outcome.exit_code)

@@ -138,24 +138,29 @@ def render(report: Report, stream: IO[str]) -> None:
 
     wide = _width(report.table) if report.table else None
     console = Console(file=stream, highlight=False, soft_wrap=True, width=wide)
-    for note in report.notes:
-        console.print(text.Text(note))
+
+    def shown(*parts: text.Text | table.Table) -> str:
+        # rich ends the process at a broken pipe: it is not to write by itself
+        with console.capture() as captured:
+            for part in parts:
+                console.print(part)
+        return captured.get()
+
+    stream.write(shown(*map(text.Text, report.notes)))
     if report.table is not None:
         grid = table.Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
         for head in report.table.heads:
             grid.add_column(head, no_wrap=True, overflow="ignore")
         for row in report.table.rows:
             grid.add_row(*(text.Text(cell) for cell in row))
-        with console.capture() as captured:
-            console.print(grid)
         # rich fills the last column with blanks, which wrap on a narrow terminal
-        lines = [line.rstrip() for line in captured.get().splitlines()]
+        lines = [line.rstrip() for line in shown(grid).splitlines()]
         stream.write("\n".join(["", *lines, "", ""]))
     style = "bold green" if report.exit_code == 0 else "bold red"
     line = text.Text(report.summary, style=style)
     if report.todo:
         line.append(f"; next: {report.todo}", style="default")
-    console.print(line)
+    stream.write(shown(line))
 
 
 def _width(shown: Table) -> int:
