@@ -366,7 +366,13 @@ def verify(
         summary = f"verification failed: {', '.join(failed)}"
         todo = "glm5-patch revert, or see above what was found"
     elif idle:
-        summary = f"verified: {passed}; not run: {not_run}"
+        named = level is not None
+        summary = (
+            f"not verified as deep as --level asks: passed: {passed}; not run: {not_run}"
+            if named
+            else f"verified: {passed}; not run: {not_run}, which is a failure only where "
+            "--level names it"
+        )
         todo = "mend what kept it from running, then verify again"
     else:
         summary = f"verified: {passed}"

@@ -139,14 +139,14 @@ def render(report: Report, stream: IO[str]) -> None:
     wide = _width(report.table) if report.table else None
     console = Console(file=stream, highlight=False, soft_wrap=True, width=wide)
 
-    def shown(*parts: text.Text | table.Table) -> str:
-        # rich ends the process at a broken pipe: it is not to write by itself
+    def shown(*what: text.Text | table.Table) -> str:
+        # rich ends the process at a broken pipe: it writes and flushes nothing here
         with console.capture() as captured:
-            for part in parts:
+            for part in what:
                 console.print(part)
         return captured.get()
 
-    stream.write(shown(*map(text.Text, report.notes)))
+    parts = [shown(*map(text.Text, report.notes))]
     if report.table is not None:
         grid = table.Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
         for head in report.table.heads:
@@ -155,12 +155,13 @@ def render(report: Report, stream: IO[str]) -> None:
             grid.add_row(*(text.Text(cell) for cell in row))
         # rich fills the last column with blanks, which wrap on a narrow terminal
         lines = [line.rstrip() for line in shown(grid).splitlines()]
-        stream.write("\n".join(["", *lines, "", ""]))
+        parts.append("\n".join(["", *lines, "", ""]))
     style = "bold green" if report.exit_code == 0 else "bold red"
     line = text.Text(report.summary, style=style)
     if report.todo:
         line.append(f"; next: {report.todo}", style="default")
-    stream.write(shown(line))
+    parts.append(shown(line))
+    stream.write("".join(parts))
 
 
 def _width(shown: Table) -> int:
