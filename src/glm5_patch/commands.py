@@ -37,7 +37,7 @@ from glm5_patch.plan import Plan
 from glm5_patch.probe import explain as table_of
 from glm5_patch.probe.explain import Row
 from glm5_patch.probe.judge import CAPABILITIES, DTYPES, KV_CACHE_DTYPES
-from glm5_patch.probe.model import Capability
+from glm5_patch.probe.model import BACKEND, Capability
 from glm5_patch.report import Report, Table
 from glm5_patch.state import Condition, Found, Inspection, State
 from glm5_patch.verify import TIMEOUT_S, Level, Outcome
@@ -536,6 +536,7 @@ def explain(
             found="; ".join((answer.reason, *detail)),
             todo="explain needs torch and what vLLM imports; no GPU",
         )
+    broken = answer.import_errors.get(BACKEND)
     rows = []
     for row in answer.rows:
         capability, dtype, kv = map(str, row.case)
@@ -546,7 +547,7 @@ def explain(
                 kv,
                 row.before.selected or "none",
                 row.after.selected or "none",
-                _need(row),
+                _need(row, broken),
             )
         )
         for name, reasons in row.after.reasons.items():
@@ -561,7 +562,12 @@ def explain(
     return Report(
         "explain",
         f"of {len(answer.rows)} cases stock vLLM {installation.version} serves "
-        f"{served}, the patched one {after}",
+        f"{served}, the patched one {after}"
+        + (f"; what {BACKEND} serves is not known: {broken}" if broken else ""),
+        f"install into {python} what is missing there, then ask again"
+        if broken
+        else None,
+        1 if broken else 0,
         table=Table(
             ("GPU", "dtype", "KV dtype", "before", "after", "why"), tuple(rows)
         ),
@@ -685,10 +691,12 @@ def _capability(text: str) -> Capability:
     return Capability(int(major), int(minor))
 
 
-def _need(row: Row) -> str:
-    """Whether the patch is what serves a case."""
+def _need(row: Row, broken: str | None) -> str:
+    """Whether the patch is what serves a case; ``broken``: why ours did not import."""
     if row.before.selected is not None:
         return "stock vLLM serves this; the patch is not needed"
     if row.after.selected is not None:
         return "served by the patch"
+    if broken is not None:
+        return f"stock vLLM does not serve this; not known of {BACKEND}"
     return "nothing serves this"

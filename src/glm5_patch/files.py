@@ -21,7 +21,7 @@ def write(
         descriptor = stream.fileno()
         now = os.fstat(descriptor)
         if (now.st_uid, now.st_gid) != (like.st_uid, like.st_gid):
-            os.fchown(descriptor, like.st_uid, like.st_gid)
+            _give(descriptor, file, like)
         os.fchmod(descriptor, like.st_mode & 0o7777)
         if keep_times:
             os.utime(descriptor, ns=(like.st_atime_ns, like.st_mtime_ns))
@@ -53,7 +53,13 @@ def remove(file: Path) -> None:
 def make_folder(folder: Path, like: os.stat_result) -> None:
     """Create ``folder``, which must not exist, with the mode and owner of ``like``."""
     folder.mkdir()
-    os.chown(folder, like.st_uid, like.st_gid)
+    now = folder.stat()
+    if (now.st_uid, now.st_gid) != (like.st_uid, like.st_gid):
+        try:
+            _give(folder, folder, like)
+        except OSError:
+            folder.rmdir()
+            raise
     folder.chmod(like.st_mode & 0o7777)
     sync_folder(folder.parent)
 
@@ -78,3 +84,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _give(opened: int | Path, file: Path, like: os.stat_result) -> None:
+    """Give ``file`` the owner and group of ``like``; an error names all three."""
+    try:
+        os.chown(opened, like.st_uid, like.st_gid)
+    except OSError as error:
+        why = f"{error.strerror}: to give it to user {like.st_uid}, group {like.st_gid}"
+        raise OSError(error.errno, why, str(file)) from error

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -76,9 +77,20 @@ def refused(error: OSError, file: Path) -> NotPermitted:
         "the file system refused",
         where=str(error.filename or file),
         found=error.strerror or str(error),
-        todo="make the environment writable, see that there is space, or run as the "
-        "user who owns it",
+        todo=_REMEDIES.get(error.errno or 0, "see what is wrong with that place")
+        + ", then run this again",
     )
+
+
+_AS_OWNER = "run as the user who owns the files of vLLM, or as root"
+_REMEDIES = {
+    errno.EACCES: f"{_AS_OWNER}, or be given the permission",
+    errno.EPERM: f"{_AS_OWNER}; a file keeps its owner and group, and only root, or a "
+    "member of the group who owns the file, can give it those",
+    errno.EROFS: "make that file system writable",
+    errno.ENOSPC: "make space on that file system",
+    errno.EDQUOT: "make space in your quota on that file system",
+}
 
 
 def _destination(path: Path) -> str:

@@ -185,3 +185,20 @@ def test_verify_without_torch(
     ]
     snapshot("interpreter-no-torch", *commands, also=target.python.parents[1])
     assert [done.code for done in commands] == [0, 1, 1]
+
+
+def test_explain_without_triton(make_target: MakeTarget, tmp_path: Path) -> None:
+    """What stock vLLM does is known without it; that ours refuses is not an answer."""
+    target = make_target()
+    (target.root / "triton.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')\n"
+    )
+    few = ("--dtype", "bfloat16", "--kv-cache-dtype", "auto")
+    gpus = ("--capability", "12.0", "--capability", "9.0")
+    scene = Scene(tmp_path, target.root)
+    done = scene.run("explain", *gpus, *few, "--python", str(target.python))
+    assert done.code == 1
+    assert "nothing serves this" not in done.out
+    assert "stock vLLM does not serve this; not known of TRITON_MLA_SPARSE" in done.out
+    assert "stock vLLM serves this; the patch is not needed" in done.out
+    assert "is not known: No module named 'triton'; next: install into" in done.out
