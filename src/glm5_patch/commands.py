@@ -368,10 +368,10 @@ def verify(
     elif idle:
         named = level is not None
         summary = (
-            f"not verified as deep as --level asks: passed: {passed}; not run: {not_run}"
+            f"not as deep as --level asks: passed: {passed}; not run: {not_run}"
             if named
-            else f"verified: {passed}; not run: {not_run}, which is a failure only where "
-            "--level names it"
+            else f"verified: {passed}; not run: {not_run}, which is a failure only "
+            "where --level asks for it"
         )
         todo = "mend what kept it from running, then verify again"
     else:

@@ -55,11 +55,7 @@ def make_folder(folder: Path, like: os.stat_result) -> None:
     folder.mkdir()
     now = folder.stat()
     if (now.st_uid, now.st_gid) != (like.st_uid, like.st_gid):
-        try:
-            _give(folder, folder, like)
-        except OSError:
-            folder.rmdir()
-            raise
+        _give(folder, folder, like)
     folder.chmod(like.st_mode & 0o7777)
     sync_folder(folder.parent)
 

@@ -21,12 +21,22 @@ from scene import ADDED, PATCHED, STATE, Scene, contents, environment, stamps
 Snapshot = Callable[..., None]
 
 
-def without_override() -> None:
-    """Take from a child of root the power to ignore modes; others don't have it."""
+def without(*capabilities: int) -> None:
+    """Take from a child of root powers that others don't have."""
     libc = ctypes.CDLL(None)
     drop_from_bounding_set = 24
-    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    for capability in capabilities:
         libc.prctl(drop_from_bounding_set, capability, 0, 0, 0)
+
+
+def without_override() -> None:
+    """The power to ignore modes: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH."""
+    without(1, 2)
+
+
+def without_chown() -> None:
+    """The power to give files to anyone: CAP_CHOWN."""
+    without(0)
 
 
 @pytest.fixture
@@ -199,6 +209,21 @@ def test_others_may_read_whatever_the_umask(own_tree: Scene) -> None:
             assert (found["lock"].st_uid, found[".glm5-patch"].st_gid) == (1234, 5678)
         assert (own_tree.root / ADDED).stat().st_mode & 0o777 == file
         own_tree.must("revert")
+
+
+def test_a_group_that_the_owner_is_not_in(own_tree: Scene) -> None:
+    """To make the tree writable, as it is already, would not help."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    os.chown(own_tree.root / PATCHED[0], 0, 5678)
+    own_tree.stand_in = without_chown
+    before = contents(own_tree.root)
+    done = own_tree.run("apply")
+    assert done.code == 6, done
+    assert PATCHED[0].rpartition("/")[2] in done.err
+    assert "to give it to user 0, group 5678" in done.err
+    assert "only root, or a member of the group who owns the file" in done.err
+    assert contents(own_tree.root) == before
 
 
 @pytest.fixture
