@@ -17,6 +17,7 @@ from packaging.version import Version
 from glm5_patch.errors import Failed
 
 RANKS = (1, 2, 4, 8)
+_GET = "give a whole GGUF file of GLM-5, with all parts of its set beside it"
 
 # Bytes that vLLM's caches hold for a token and layer: the latent and its rotated
 # part, and the indexer's key in FP8 with one float32 scale for each 128 values.
@@ -103,11 +104,11 @@ def take(path: Path, release: Version) -> Account:
     try:
         checkpoint = read_checkpoint(path)
     except GgufError as error:
-        raise Failed(str(error)) from error
+        raise Failed(str(error), where=str(path), todo=_GET) from error
     try:
         model = read_model(checkpoint)
     except GgufError as error:
-        raise Failed(str(error), where=str(path)) from error
+        raise Failed(str(error), where=str(path), todo=_GET) from error
     plans = {
         ranks: make_plan(checkpoint, model, target_of(release, ranks))
         for ranks in RANKS
