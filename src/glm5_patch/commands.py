@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from glm5_patch import (
     __version__,
@@ -30,7 +31,7 @@ from glm5_patch.bench import report as bench_report
 from glm5_patch.bench.run import run_bench
 from glm5_patch.child.process import Failed as ChildFailed
 from glm5_patch.child.process import NotRun
-from glm5_patch.errors import Busy, Failed, NotFound, PatchError, Usage
+from glm5_patch.errors import Busy, Failed, NotFound, NotSupported, PatchError, Usage
 from glm5_patch.locate import Installation
 from glm5_patch.manifest import PatchSet
 from glm5_patch.plan import Plan
@@ -46,7 +47,10 @@ from glm5_patch.verify import TIMEOUT_S, Level, Outcome
 def find(python: Path | None, site_packages: Path | None) -> Installation:
     """The installation that the common options name."""
     if python is not None and site_packages is not None:
-        raise Usage("--python and --site-packages exclude each other")
+        raise Usage(
+            "--python and --site-packages exclude each other",
+            todo="give the one that names the environment of vLLM",
+        )
     if python is not None:
         return locate.of_python(python)
     if site_packages is not None:
@@ -351,7 +355,7 @@ def verify(
     rows = tuple(
         (r.level.value, r.outcome.value, "; ".join(r.details)) for r in results
     )
-    file = None if gguf is None else _inspect_for(installation, have.features, gguf)
+    file = None if gguf is None else _inspect_for(installation, have, gguf)
     failed = [r.level.value for r in results if r.outcome is Outcome.FAILED]
     if file is not None:
         outcome = Outcome.FAILED if file.exit_code else Outcome.PASSED
@@ -406,6 +410,8 @@ def _applied(installation: Installation, inspection: Inspection) -> State:
         raise Failed(
             "the patch is not applied",
             where=str(installation.root),
+            expected="a patched vLLM",
+            found=f"vLLM {installation.version}, and no {state.STATE}",
             todo="glm5-patch apply",
         )
     return inspection.state
@@ -417,9 +423,7 @@ def bench(
 ) -> Report:
     """Check the kernels that are applied, and time them, on the GPU that is there."""
     if dtype not in DTYPES:
-        raise Usage(
-            f"no dtype is called {dtype!r}", expected=" or ".join(sorted(DTYPES))
-        )
+        raise _no_dtype(dtype)
     _check_recorded(installation, lambda: patches)
     inspection = state.inspect(installation)
     have = _applied(installation, inspection)
@@ -427,6 +431,12 @@ def bench(
         raise Failed(
             f"the patch is {inspection.condition.value}: these are not its kernels",
             where=str(installation.root),
+            expected="every file as it was applied",
+            found=", ".join(
+                f"{entry.path} {found.value}"
+                for entry, found in inspection.found
+                if found is not Found.PATCHED
+            ),
             todo="glm5-patch status, which says more",
         )
     wanted = bench_model.shapes(have.features, (dtype,), quick)
@@ -446,8 +456,9 @@ def bench(
         raise Failed(
             "the kernels could not be run",
             where=str(installation.root),
+            expected="a GPU from SM80 on, and torch and triton beside vLLM",
             found="; ".join((answer.reason, *detail)),
-            todo="bench needs a GPU from SM80 on, and torch and triton beside vLLM",
+            todo="mend that, then run 'glm5-patch bench' again",
         )
     wrong = bench_report.faults(answer)
     summary = f"{len(wanted)} shapes agree with float64, and were timed"
@@ -486,21 +497,23 @@ def inspect(path: Path, python: Path | None, site_packages: Path | None) -> Repo
             raise
         release = max(patch_set().releases, key=Version)
         notes = (f"note: no vLLM here; this is what {release} would do",)
-    found = account(path, Version(release))
+    found = account(path, _version(release))
     return replace(found, notes=notes + found.notes)
 
 
-def _inspect_for(
-    installation: Installation, features: Sequence[str], path: Path
-) -> Report:
+def _inspect_for(installation: Installation, have: State, path: Path) -> Report:
     """Account for a GGUF file in a patched vLLM."""
     from glm5_patch.gguf.report import inspect as account
 
-    if "gguf" not in features:
+    if "gguf" not in have.features:
         raise Failed(
-            "the feature gguf is not applied", todo="glm5-patch apply --feature gguf"
+            "the feature gguf is not applied",
+            where=str(installation.root),
+            expected="gguf",
+            found=", ".join(have.features),
+            todo="glm5-patch apply, which applies all features",
         )
-    return account(path, Version(installation.version))
+    return account(path, _version(have.release))
 
 
 @_undisturbed
@@ -513,6 +526,9 @@ def explain(
 ) -> Report:
     """Which backend serves each case before and after, and why others refuse."""
     chosen = [_capability(text) for text in capabilities or ()] or CAPABILITIES
+    for dtype in dtypes or ():
+        if dtype not in DTYPES:
+            raise _no_dtype(dtype)
     _check_recorded(installation, lambda: patches)
     inspection = state.inspect(installation)
     wanted = _plan(installation, patches, inspection, (), False)
@@ -533,10 +549,12 @@ def explain(
         raise Failed(
             "vLLM's selector could not be asked",
             where=str(installation.root),
+            expected="torch, and what vLLM imports; no GPU is needed",
             found="; ".join((answer.reason, *detail)),
-            todo="explain needs torch and what vLLM imports; no GPU",
+            todo="mend that, or name another environment with --python PATH",
         )
     broken = answer.import_errors.get(BACKEND)
+    crashed = sum(row.after.crashed for row in answer.rows)
     rows = []
     for row in answer.rows:
         capability, dtype, kv = map(str, row.case)
@@ -563,11 +581,12 @@ def explain(
         "explain",
         f"of {len(answer.rows)} cases stock vLLM {installation.version} serves "
         f"{served}, the patched one {after}"
+        + (f"; {crashed} got no answer from vLLM, see above" if crashed else "")
         + (f"; what {BACKEND} serves is not known: {broken}" if broken else ""),
         f"install into {python} what is missing there, then ask again"
         if broken
         else None,
-        1 if broken else 0,
+        1 if broken or crashed else 0,
         table=Table(
             ("GPU", "dtype", "KV dtype", "before", "after", "why"), tuple(rows)
         ),
@@ -618,6 +637,8 @@ def _python(installation: Installation, command: str) -> Path:
         raise Failed(
             f"{command} needs the interpreter that runs this vLLM",
             where=str(installation.root),
+            expected="this folder in an environment with a bin/python",
+            found="no interpreter that belongs to it",
             todo="use --python PATH in place of --site-packages",
         )
     return installation.python
@@ -677,16 +698,39 @@ def _level(name: str | None) -> Level:
         raise Usage(
             f"no level is called {name!r}",
             expected=" or ".join(level.value for level in Level),
+            todo="see 'glm5-patch verify --help'",
+        ) from None
+
+
+def _no_dtype(name: str) -> Usage:
+    return Usage(
+        f"no dtype is called {name!r}",
+        expected=" or ".join(sorted(DTYPES)),
+        todo="give one of these with --dtype",
+    )
+
+
+def _version(label: str) -> Version:
+    """The release that ``label`` names, for what goes by its number."""
+    try:
+        return Version(label)
+    except InvalidVersion:
+        raise NotSupported(
+            "this vLLM has a version that is none",
+            expected="a version as PEP 440 has it, such as 0.23.0",
+            found=repr(label),
+            todo="name another environment with --python PATH or --site-packages DIR",
         ) from None
 
 
 def _capability(text: str) -> Capability:
     major, _, minor = text.partition(".")
-    if not (major.isdecimal() and minor.isdecimal()):
+    if not re.fullmatch(r"\d{1,2}\.\d", text, re.ASCII):
         raise Usage(
             "a compute capability is two numbers",
             expected="such as 12.0",
             found=repr(text),
+            todo="give it as --capability X.Y",
         )
     return Capability(int(major), int(minor))
 
@@ -697,6 +741,8 @@ def _need(row: Row, broken: str | None) -> str:
         return "stock vLLM serves this; the patch is not needed"
     if row.after.selected is not None:
         return "served by the patch"
+    if row.after.crashed:
+        return f"not known: {row.after.error or 'the selector gave no answer'}"
     if broken is not None:
         return f"stock vLLM does not serve this; not known of {BACKEND}"
     return "nothing serves this"

@@ -13,7 +13,7 @@ from packaging.version import Version
 from raw_gguf import FULL, write_full_size
 from tiny_glm import SHARING, Tiny, metadata, mixed, to_gguf, weights, write
 
-from glm5_patch.errors import Failed
+from glm5_patch.errors import Failed, NotSupported
 from glm5_patch.gguf.account import take
 from glm5_patch.gguf.report import inspect
 from glm5_patch.report import as_json, render
@@ -91,8 +91,10 @@ def test_ranks_that_cannot_divide_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("release", ["0.15.1", "0.24.0", "0.33.0"])
 def test_release_without_this_loader(release: str, full: Path) -> None:
-    with pytest.raises(Failed, match="does not load GGUF files in vLLM"):
+    with pytest.raises(NotSupported, match="does not load GGUF files") as caught:
         inspect(full, Version(release))
+    assert caught.value.found == release
+    assert caught.value.todo is not None
 
 
 def test_nightly_counts_as_its_release(full: Path) -> None:
@@ -102,8 +104,11 @@ def test_nightly_counts_as_its_release(full: Path) -> None:
 def test_foreign_file(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"not a model, but long enough to be read")
-    with pytest.raises(Failed, match="not a GGUF file"):
+    with pytest.raises(Failed) as caught:
         inspect(path, NEW)
+    told = caught.value
+    assert told.found is not None and "not a GGUF file" in told.found
+    assert None not in (told.where, told.expected, told.todo)
 
 
 def keys(tiny: Tiny, **changes: object) -> dict:

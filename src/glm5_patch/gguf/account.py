@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glm_dsa.config import Model, read_model
+from glm_dsa.config import ARCHITECTURE, Model, read_model
 from glm_dsa.header import GgufError
 from glm_dsa.plan import Plan, Target, bytes_per_rank, make_plan
 from glm_dsa.shards import Checkpoint, read_checkpoint
 from packaging.version import Version
 
-from glm5_patch.errors import Failed
+from glm5_patch.errors import Failed, NotSupported
 
 RANKS = (1, 2, 4, 8)
-_GET = "give a whole GGUF file of GLM-5, with all parts of its set beside it"
 
 # Bytes that vLLM's caches hold for a token and layer: the latent and its rotated
 # part, and the indexer's key in FP8 with one float32 scale for each 128 values.
@@ -93,22 +92,29 @@ class Account:
 def take(path: Path, release: Version) -> Account:
     """Read the headers of all files that ``path`` belongs to.
 
-    Raises ``Failed`` if they are broken, incomplete or hold another model, or if the
-    patch does not cover GGUF files in that release of vLLM.
+    Raises ``Failed`` if they are broken, incomplete or hold another model, and
+    ``NotSupported`` if the patch does not cover GGUF files in that release of vLLM.
     """
     if not _FIRST <= Version(release.base_version) < _GONE:
-        raise Failed(
+        raise NotSupported(
             f"the patch does not load GGUF files in vLLM {release}",
             expected=f"a release from {_FIRST} on, before {_GONE}",
+            found=str(release),
+            todo="see 'glm5-patch list' for the releases that are known, and name an "
+            "environment of one with --python PATH or --site-packages DIR",
         )
     try:
         checkpoint = read_checkpoint(path)
-    except GgufError as error:
-        raise Failed(str(error), where=str(path), todo=_GET) from error
-    try:
         model = read_model(checkpoint)
     except GgufError as error:
-        raise Failed(str(error), where=str(path), todo=_GET) from error
+        raise Failed(
+            "no GLM-5 can be read from this file",
+            where=str(path),
+            expected=f"GGUF files of the architecture {ARCHITECTURE}, whole, with the "
+            "names they were published with, and all of a set in one folder",
+            found=str(error),
+            todo="see that the path is right and the download complete",
+        ) from error
     plans = {
         ranks: make_plan(checkpoint, model, target_of(release, ranks))
         for ranks in RANKS
