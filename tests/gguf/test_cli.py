@@ -116,6 +116,22 @@ def test_verify_of_a_file_that_cannot_load(tmp_path: Path) -> None:
     assert "shares indexers" in found.stdout
 
 
+def test_verify_goes_by_the_release_not_by_its_label(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """An image's label names no release; what was patched is known all the same."""
+    root = install("0.23.0", tmp_path / "site")
+    label = "0.1.dev20051+g487ecf187"
+    metadata = root / "vllm-0.23.0.dist-info" / "METADATA"
+    metadata.write_text(f"Name: vllm\nVersion: {label}\n")
+    metadata.parent.rename(root / f"vllm-{label}.dist-info")
+    at = ("--site-packages", root)
+    assert run("apply", *at).returncode == 0
+    found = run("verify", "--level", "files", "--gguf", tiny, *at)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "vLLM 0.23.0, patched, loads every parameter" in found.stdout
+
+
 def test_verify_without_the_feature(tiny: Path, tmp_path: Path) -> None:
     root = install("0.23.0", tmp_path / "site")
     at = ("--site-packages", root)
