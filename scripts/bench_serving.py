@@ -23,6 +23,7 @@ the ratios of slices of one round) to FOLDER/serving.jsonl.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -51,7 +52,8 @@ PROMPT = 3072
 PREFILLED = 16  # prompts of a slice
 STEPS, SKIPPED = 48, 4
 ROUNDS = 17  # the first is not counted
-LENGTH = PROMPT + (ROUNDS + 1) * (STEPS + SKIPPED)
+# The first requests of a batch go on while the last are prefilled: some 50 steps.
+LENGTH = PROMPT + (ROUNDS + 3) * (STEPS + SKIPPED)
 START_SECONDS = 150
 # Bytes for a layer: 1152 for the latent of each token and 132 for the indexer's key.
 CACHE = (max(BATCHES) + 4) * LENGTH * (1152 + 132)
@@ -141,6 +143,8 @@ class Turns:
         """The moments of so many steps in which every request got a token."""
         moments: list[float] = []
         while len(moments) < count:
+            if not self.engine.has_unfinished_requests():
+                raise RuntimeError("the requests ended before they were measured")
             if len(self.engine.step()) == len(self.names):
                 moments.append(time.perf_counter())
         return moments
@@ -148,7 +152,7 @@ class Turns:
     def decode(self) -> list[float]:
         """Seconds of STEPS steps, behind SKIPPED others."""
         moments = self.steps(SKIPPED + STEPS)[SKIPPED - 1 :]
-        return [b - a for a, b in zip(moments, moments[1:], strict=False)]
+        return [b - a for a, b in itertools.pairwise(moments)]
 
     def end(self) -> None:
         self.engine.abort_request(self.names)
