@@ -338,6 +338,7 @@ def main(folder: Path, names: list[str]) -> int:
     everyone = [child for group in children.values() for child in group]
     # Nobody starts any more while somebody is measured: all are ready, or dead.
     timer = threading.Timer(START_SECONDS, kill_unready, [everyone])
+    timer.daemon = True
     timer.start()
     for child in everyone:
         try:
