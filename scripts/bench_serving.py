@@ -352,7 +352,8 @@ def main(folder: Path, names: list[str]) -> int:
     failed = not all(child.ready for child in everyone)
     for name, group in children.items():
         try:
-            by_turns(name, [child for child in group if child.ready], folder)
+            if ready := [child for child in group if child.ready]:
+                by_turns(name, ready, folder)
         except (EOFError, OSError) as error:
             print(f"{name}: {error!r}", flush=True)
             failed = True
