@@ -186,7 +186,7 @@ def _check_recorded(
 
 _MEND = (
     "'glm5-patch apply' or 'glm5-patch revert'; either makes it again from the patched "
-    "files, and every byte of it is proven by a hash"
+    "files, and holds the modules against known hashes first"
 )
 
 

@@ -121,7 +121,7 @@ def load(root: Path) -> State | None:
     """Read and check the state below ``root``; None if there is none.
 
     Originals without a state are not left by any run: raises ``Unreadable`` for them
-    too.
+    too. A note of another format is whole, but not ours to judge: raises ``Failed``.
     """
     data = tree.read(root, STATE)
     if data is None:
@@ -130,8 +130,11 @@ def load(root: Path) -> State | None:
         return None
     try:
         table = json.loads(data)
-        if table.pop("format") != FORMAT:
-            raise ValueError("written by another version of glm5-patch")
+        written = table.pop("format")
+        if type(written) is int and written != FORMAT:
+            raise _of_another_version(root, written)
+        if written != FORMAT:
+            raise ValueError("it has no format")
         return State(
             phase=Phase(table["phase"]),
             installed=str(table["installed"]),
@@ -152,6 +155,16 @@ def load(root: Path) -> State | None:
         RecursionError,
     ) as error:
         raise _unreadable(root, str(error)) from error
+
+
+def _of_another_version(root: Path, written: int) -> Failed:
+    return Failed(
+        "the note of what was applied was written by another version of glm5-patch",
+        where=str(root / STATE),
+        expected=f"format {FORMAT}",
+        found=f"format {written}",
+        todo="run 'revert' of the glm5-patch that applied it, then this again",
+    )
 
 
 def _unreadable(root: Path, found: str) -> Unreadable:

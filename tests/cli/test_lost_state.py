@@ -55,7 +55,6 @@ LOSSES: dict[str, Loss] = {
     "changed-original": changed_original,
     "note-cut-short": cut_short,
     "note-empty": garbled(b""),
-    "note-of-another-format": garbled(b'{"format": 9}'),
     "note-and-originals": all_but_the_folder,
 }
 
