@@ -180,6 +180,10 @@ def _check_recorded(
         if lost.noted
         else "the patch is there, but the note of it is missing or cannot be read",
         where=str(installation.root / (state.ORIGINALS if lost.noted else state.STATE)),
+        expected="the original of each patched file, as 'glm5-patch apply' kept it"
+        if lost.noted
+        else state.AS_WRITTEN,
+        found=lost.found,
         todo=_MEND,
     )
 

@@ -30,6 +30,8 @@ class Lost:
     """By the path of the file that each is the original of."""
     noted: bool
     """Whether the note itself is there, and only originals are lost."""
+    found: str
+    """What there is instead, in a few words."""
 
 
 def lost(installation: Installation, patches: Callable[[], PatchSet]) -> Lost | None:
@@ -46,7 +48,12 @@ def lost(installation: Installation, patches: Callable[[], PatchSet]) -> Lost | 
     if not inspection.unkept:
         return None
     made = _originals(installation, patches(), inspection.state, inspection.unkept)
-    return Lost(inspection.state, made, noted=True)
+    return Lost(
+        inspection.state,
+        made,
+        noted=True,
+        found=f"missing or changed: {', '.join(e.path for e in inspection.unkept)}",
+    )
 
 
 def _search(
@@ -103,7 +110,12 @@ def _search(
     )
     wanted = [entry for entry in entries if entry.kind is Kind.PATCHED]
     originals |= _originals(installation, patches, found, wanted)
-    return Lost(found, originals, noted=False)
+    return Lost(
+        found,
+        originals,
+        noted=False,
+        found="no such file" if unreadable is None else unreadable.found or "",
+    )
 
 
 def _originals(

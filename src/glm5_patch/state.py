@@ -25,6 +25,7 @@ FOLDER = ".glm5-patch"
 STATE = f"{FOLDER}/state.json"
 ORIGINALS = f"{FOLDER}/originals"
 FORMAT = 1
+AS_WRITTEN = "the note as 'glm5-patch apply' wrote it"
 
 
 class Phase(str, Enum):
@@ -171,7 +172,7 @@ def _unreadable(root: Path, found: str) -> Unreadable:
     return Unreadable(
         "the note of what was applied cannot be read",
         where=str(root / STATE),
-        expected="the note as 'glm5-patch apply' wrote it",
+        expected=AS_WRITTEN,
         found=found,
         todo=f"install vLLM again, and then delete {root / FOLDER}; the originals are "
         f"in {root / ORIGINALS} until then, with %2F for each / of a path",
