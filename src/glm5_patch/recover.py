@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from packaging.version import InvalidVersion
-
 from glm5_patch import diff, manifest, record, state, tree
 from glm5_patch.errors import Failed, PatchError
 from glm5_patch.locate import Installation
@@ -130,7 +128,7 @@ def _originals(
         chosen = manifest.choose(patches, have.features)
         series = manifest.series(patches, chosen, have.release, have.tested)
         back = {file.path: diff.reverse(file) for file in series.diffs}
-    except (PatchError, InvalidVersion):
+    except PatchError:
         back = {}
     added = frozenset(e.path for e in have.entries if e.kind is Kind.ADDED)
     made = {}

@@ -15,6 +15,8 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import quote
 
+from packaging.version import Version
+
 from glm5_patch import relpath, tree
 from glm5_patch.diff import PACKAGES
 from glm5_patch.errors import Failed
@@ -139,7 +141,7 @@ def load(root: Path) -> State | None:
         return State(
             phase=Phase(table["phase"]),
             installed=str(table["installed"]),
-            release=str(table["release"]),
+            release=str(Version(table["release"])),
             tested=table["tested"] is True,
             features=tuple(str(name) for name in table["features"]),
             digest=str(table["digest"]),
