@@ -242,8 +242,13 @@ CASES = [
     Case("usage-no-folder", stock, "status --site-packages nowhere", 2),
     Case("usage-no-interpreter", stock, "status --python nowhere", 2),
     Case("inspect-no-file", stock, "inspect nowhere.gguf", 1),
-    Case("inspect-old", labelled("0.15.1"), "inspect nowhere.gguf", 4),
-    Case("inspect-odd-version", labelled("mine_1"), "inspect nowhere.gguf", 4),
+    Case(
+        "inspect-newer",
+        then(labelled("0.24.0"), edited()),
+        "inspect nowhere.gguf",
+        4,
+    ),
+    Case("inspect-bad-state", bad_state, "inspect nowhere.gguf", 1),
     Case("not-found", nothing, "apply", 3),
     Case("not-found-package", no_package, "apply", 3),
     Case("not-found-metadata", no_metadata, "apply", 3),
@@ -327,9 +332,10 @@ def test_a_release_before_glm5(
         old.run("apply"),
         old.run("apply", "--allow-unlisted"),
         old.run("status"),
+        old.run("inspect", "nowhere.gguf"),
     ]
     snapshot("not-supported-0.15.1", *commands)
-    assert [done.code for done in commands] == [4, 4, 0]
+    assert [done.code for done in commands] == [4, 4, 0, 4]
     assert stamps(old.root) == before
 
 
