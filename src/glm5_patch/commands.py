@@ -580,6 +580,11 @@ def explain(
         )
     broken = answer.import_errors.get(BACKEND)
     crashed = sum(row.after.crashed for row in answer.rows)
+    todo = None
+    if broken:
+        todo = f"install into {python} what is missing there, then ask again"
+    elif crashed:
+        todo = "mend what is named there, or ask again without it"
     rows = []
     for row in answer.rows:
         capability, dtype, kv = map(str, row.case)
@@ -608,10 +613,8 @@ def explain(
         f"{served}, the patched one {after}"
         + (f"; {crashed} got no answer from vLLM, see above" if crashed else "")
         + (f"; what {BACKEND} serves is not known: {broken}" if broken else ""),
-        f"install into {python} what is missing there, then ask again"
-        if broken
-        else None,
-        1 if broken or crashed else 0,
+        todo,
+        1 if todo else 0,
         table=Table(
             ("GPU", "dtype", "KV dtype", "before", "after", "why"), tuple(rows)
         ),
