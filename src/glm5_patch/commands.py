@@ -92,6 +92,8 @@ def _busy(root: Path) -> Busy:
     return Busy(
         "another run of glm5-patch is at work here, or was until now",
         where=str(root),
+        expected="no other run while this one looks",
+        found=f"{lock.LOCK} held, or {state.STATE} rewritten",
         todo="wait for it to end, then run this again",
     )
 
@@ -447,6 +449,7 @@ def bench(
     if not wanted:
         raise Failed(
             "no feature with a kernel is applied",
+            where=str(installation.root),
             expected="sparse-backend or indexer",
             found=", ".join(have.features),
             todo="glm5-patch apply",

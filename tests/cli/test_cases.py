@@ -7,6 +7,7 @@ A case is a row. All of them start from the real tree of vLLM 0.16.0.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -309,6 +310,16 @@ CASES = [
 ]
 
 
+# What a failure tells below its first line, which says the rest of a wrong argument.
+PARTS = {
+    1: {"where", "expected", "found", "next"},
+    2: {"next"},
+    3: {"where", "expected", "found", "next"},
+    4: {"expected", "found", "next"},
+    5: {"where", "expected", "found", "next"},
+}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case(case: Case, scene: Scene, snapshot: Callable[..., None]) -> None:
     case.arrange(scene)
@@ -321,6 +332,8 @@ def test_case(case: Case, scene: Scene, snapshot: Callable[..., None]) -> None:
     assert bool(done.err) is (
         (done.code != 0 and not done.out) or "--quiet" in case.args
     )
+    if done.err.startswith("error: "):
+        assert PARTS[case.code] <= set(re.findall("(?m)^  ([a-z]+): ", done.err))
 
 
 def test_a_release_before_glm5(
