@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from glm5_patch import (
     __version__,
@@ -31,9 +31,9 @@ from glm5_patch.bench import report as bench_report
 from glm5_patch.bench.run import run_bench
 from glm5_patch.child.process import Failed as ChildFailed
 from glm5_patch.child.process import NotRun
-from glm5_patch.errors import Busy, Failed, NotFound, NotSupported, PatchError, Usage
+from glm5_patch.errors import Busy, Failed, NotFound, PatchError, Usage
 from glm5_patch.locate import Installation
-from glm5_patch.manifest import PatchSet
+from glm5_patch.manifest import PatchSet, Series
 from glm5_patch.plan import Plan
 from glm5_patch.probe import explain as table_of
 from glm5_patch.probe.explain import Row
@@ -92,6 +92,8 @@ def _busy(root: Path) -> Busy:
     return Busy(
         "another run of glm5-patch is at work here, or was until now",
         where=str(root),
+        expected="no other run while this one looks",
+        found=f"{lock.LOCK} held, or {state.STATE} rewritten",
         todo="wait for it to end, then run this again",
     )
 
@@ -180,6 +182,10 @@ def _check_recorded(
         if lost.noted
         else "the patch is there, but the note of it is missing or cannot be read",
         where=str(installation.root / (state.ORIGINALS if lost.noted else state.STATE)),
+        expected="the original of each patched file, as 'glm5-patch apply' kept it"
+        if lost.noted
+        else state.AS_WRITTEN,
+        found=lost.found,
         todo=_MEND,
     )
 
@@ -443,6 +449,7 @@ def bench(
     if not wanted:
         raise Failed(
             "no feature with a kernel is applied",
+            where=str(installation.root),
             expected="sparse-backend or indexer",
             found=", ".join(have.features),
             todo="glm5-patch apply",
@@ -487,24 +494,39 @@ def bench(
 def inspect(path: Path, python: Path | None, site_packages: Path | None) -> Report:
     """Account for a GGUF file in the vLLM that is installed, else in the newest that
     is tested."""
-    from glm5_patch.gguf.report import inspect as account
-
-    notes: tuple[str, ...] = ()
     try:
-        release = find(python, site_packages).version
+        installation = find(python, site_packages)
     except NotFound:
         if python is not None or site_packages is not None:
             raise
         release = max(patch_set().releases, key=Version)
-        notes = (f"note: no vLLM here; this is what {release} would do",)
-    found = account(path, _version(release))
-    return replace(found, notes=notes + found.notes)
+        return _noting(
+            f"no vLLM here; this is what {release} would do", _account(path, release)
+        )
+    return _inspect_in(installation, patch_set(), path)
+
+
+@_undisturbed
+def _inspect_in(installation: Installation, patches: PatchSet, path: Path) -> Report:
+    """Account for a GGUF file in the release that ``apply`` takes this vLLM for."""
+    _check_recorded(installation, lambda: patches)
+    series = _series(installation, patches, state.inspect(installation), (), True)
+    found = _account(path, series.release)
+    if series.tested:
+        return found
+    return _noting(
+        f"the files of this vLLM, {installation.version}, are those of no tested "
+        f"release; this is what {series.release} would do",
+        found,
+    )
+
+
+def _noting(note: str, found: Report) -> Report:
+    return replace(found, notes=(f"note: {note}", *found.notes))
 
 
 def _inspect_for(installation: Installation, have: State, path: Path) -> Report:
     """Account for a GGUF file in a patched vLLM."""
-    from glm5_patch.gguf.report import inspect as account
-
     if "gguf" not in have.features:
         raise Failed(
             "the feature gguf is not applied",
@@ -513,7 +535,13 @@ def _inspect_for(installation: Installation, have: State, path: Path) -> Report:
             found=", ".join(have.features),
             todo="glm5-patch apply, which applies all features",
         )
-    return account(path, _version(have.release))
+    return _account(path, have.release)
+
+
+def _account(path: Path, release: str) -> Report:
+    from glm5_patch.gguf.report import inspect as account
+
+    return account(path, Version(release))
 
 
 @_undisturbed
@@ -555,6 +583,11 @@ def explain(
         )
     broken = answer.import_errors.get(BACKEND)
     crashed = sum(row.after.crashed for row in answer.rows)
+    todo = None
+    if broken:
+        todo = f"install into {python} what is missing there, then ask again"
+    elif crashed:
+        todo = "mend what is named there, or ask again without it"
     rows = []
     for row in answer.rows:
         capability, dtype, kv = map(str, row.case)
@@ -583,10 +616,8 @@ def explain(
         f"{served}, the patched one {after}"
         + (f"; {crashed} got no answer from vLLM, see above" if crashed else "")
         + (f"; what {BACKEND} serves is not known: {broken}" if broken else ""),
-        f"install into {python} what is missing there, then ask again"
-        if broken
-        else None,
-        1 if broken or crashed else 0,
+        todo,
+        1 if todo else 0,
         table=Table(
             ("GPU", "dtype", "KV dtype", "before", "after", "why"), tuple(rows)
         ),
@@ -652,15 +683,29 @@ def _plan(
     allow_unlisted: bool,
 ) -> Plan:
     """The plan for the stock files, whatever was applied to them."""
+    series = _series(installation, patches, inspection, features, allow_unlisted)
+    return plan.make(series, _reader(installation, inspection))
 
-    def read(path: str) -> bytes | None:
-        return state.stock(installation.root, inspection.state, path)
 
-    chosen = manifest.choose(patches, features)
-    series = manifest.select(
-        patches, chosen, installation.version, read, allow_unlisted
+def _series(
+    installation: Installation,
+    patches: PatchSet,
+    inspection: Inspection,
+    features: Sequence[str],
+    allow_unlisted: bool,
+) -> Series:
+    """The series for the stock files, whatever was applied to them."""
+    return manifest.select(
+        patches,
+        manifest.choose(patches, features),
+        installation.version,
+        _reader(installation, inspection),
+        allow_unlisted,
     )
-    return plan.make(series, read)
+
+
+def _reader(installation: Installation, inspection: Inspection) -> manifest.Read:
+    return functools.partial(state.stock, installation.root, inspection.state)
 
 
 def _status_of_stock(
@@ -708,19 +753,6 @@ def _no_dtype(name: str) -> Usage:
         expected=" or ".join(sorted(DTYPES)),
         todo="give one of these with --dtype",
     )
-
-
-def _version(label: str) -> Version:
-    """The release that ``label`` names, for what goes by its number."""
-    try:
-        return Version(label)
-    except InvalidVersion:
-        raise NotSupported(
-            "this vLLM has a version that is none",
-            expected="a version as PEP 440 has it, such as 0.23.0",
-            found=repr(label),
-            todo="name another environment with --python PATH or --site-packages DIR",
-        ) from None
 
 
 def _capability(text: str) -> Capability:

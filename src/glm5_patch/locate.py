@@ -86,6 +86,7 @@ def of_python(python: Path) -> Installation:
         raise Usage(
             "--python does not name a Python interpreter that starts",
             where=str(python),
+            expected="its search path, within a minute",
             found=_reason(error),
             todo="give the path of the interpreter that runs vLLM",
         ) from error
@@ -99,6 +100,8 @@ def in_site_packages(folder: Path) -> Installation:
         raise Usage(
             "--site-packages does not name a folder",
             where=str(folder),
+            expected="a folder",
+            found="something else" if folder.exists() else "nothing of that name",
             todo="give the folder that holds vllm-*.dist-info",
         )
     folder = folder.resolve()

@@ -35,7 +35,7 @@ def exclusive(root: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     cannot be made.
     """
     try:
-        descriptor = _acquire(root, time.monotonic() + wait_s)
+        descriptor = _acquire(root, wait_s)
     except BaseException as error:
         with contextlib.suppress(OSError):
             (root / FOLDER).rmdir()  # only if nothing is in it
@@ -89,7 +89,8 @@ def is_held(root: Path) -> bool:
     return False
 
 
-def _acquire(root: Path, deadline: float) -> int:
+def _acquire(root: Path, wait_s: float) -> int:
+    deadline = time.monotonic() + wait_s
     file = tree.target(root, LOCK)
     package = (root / "vllm").stat()  # whoever may read that may read the state
     while True:
@@ -109,6 +110,8 @@ def _acquire(root: Path, deadline: float) -> int:
                 raise Busy(
                     "another run of glm5-patch is at work here",
                     where=str(file),
+                    expected=f"this lock, within {wait_s:g} s",
+                    found="held by that run",
                     todo="wait for it to end, then try again",
                 ) from None
             time.sleep(_POLL_S)

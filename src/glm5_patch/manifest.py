@@ -108,6 +108,7 @@ class PatchSet:
             raise Failed(
                 "a file of the patch set is missing",
                 where=path,
+                expected=f"sha256 {self.sources.get(path, 'none: not in the lock')}",
                 found=error.strerror,
                 todo=REINSTALL,
             ) from error
@@ -356,6 +357,7 @@ def _unreadable(where: str, why: str) -> Failed:
     return Failed(
         "a file of the patch set cannot be read",
         where=where,
+        expected="the file as glm5-patch came with it",
         found=why,
         todo=REINSTALL,
     )

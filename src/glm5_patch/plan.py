@@ -56,7 +56,13 @@ def make(series: Series, read: Read) -> Plan:
     hunk, and ``Failed`` if a result does not compile or is not what the lock holds.
     """
     if not series.diffs and not series.new_files:
-        raise Failed("the series is empty", where=series.release, todo=REINSTALL)
+        raise Failed(
+            "the series is empty",
+            where=series.release,
+            expected="a hunk or a new file",
+            found="neither",
+            todo=REINSTALL,
+        )
     edits = tuple(_edit(file, series, read) for file in series.diffs)
     additions = tuple(
         _addition(path, data, read) for path, data in series.new_files.items()
@@ -81,6 +87,8 @@ def _edit(file: FileDiff, series: Series, read: Read) -> Edit:
         raise Conflict(
             "a file that the patch changes is missing",
             where=file.path,
+            expected=f"the file of vLLM {series.release}",
+            found="no such file",
             todo="install vLLM again",
         )
     try:
@@ -89,6 +97,7 @@ def _edit(file: FileDiff, series: Series, read: Read) -> Edit:
         raise Conflict(
             "a file that the patch changes is not UTF-8",
             where=file.path,
+            expected="UTF-8",
             found=str(error),
             todo="install vLLM again",
         ) from error
@@ -136,6 +145,7 @@ def _check_compiles(path: str, data: bytes) -> None:
         raise Failed(
             "a resulting module does not compile",
             where=path,
+            expected="a module of Python",
             found=str(error),
             todo="report this with the version of vLLM",
         ) from error

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from packaging.version import InvalidVersion
-
 from glm5_patch import diff, manifest, record, state, tree
 from glm5_patch.errors import Failed, PatchError
 from glm5_patch.locate import Installation
@@ -30,6 +28,8 @@ class Lost:
     """By the path of the file that each is the original of."""
     noted: bool
     """Whether the note itself is there, and only originals are lost."""
+    found: str
+    """What there is instead, in a few words."""
 
 
 def lost(installation: Installation, patches: Callable[[], PatchSet]) -> Lost | None:
@@ -46,7 +46,12 @@ def lost(installation: Installation, patches: Callable[[], PatchSet]) -> Lost | 
     if not inspection.unkept:
         return None
     made = _originals(installation, patches(), inspection.state, inspection.unkept)
-    return Lost(inspection.state, made, noted=True)
+    return Lost(
+        inspection.state,
+        made,
+        noted=True,
+        found=f"missing or changed: {', '.join(e.path for e in inspection.unkept)}",
+    )
 
 
 def _search(
@@ -103,7 +108,12 @@ def _search(
     )
     wanted = [entry for entry in entries if entry.kind is Kind.PATCHED]
     originals |= _originals(installation, patches, found, wanted)
-    return Lost(found, originals, noted=False)
+    return Lost(
+        found,
+        originals,
+        noted=False,
+        found="no such file" if unreadable is None else unreadable.found or "",
+    )
 
 
 def _originals(
@@ -118,7 +128,7 @@ def _originals(
         chosen = manifest.choose(patches, have.features)
         series = manifest.series(patches, chosen, have.release, have.tested)
         back = {file.path: diff.reverse(file) for file in series.diffs}
-    except (PatchError, InvalidVersion):
+    except PatchError:
         back = {}
     added = frozenset(e.path for e in have.entries if e.kind is Kind.ADDED)
     made = {}

@@ -15,6 +15,8 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import quote
 
+from packaging.version import Version
+
 from glm5_patch import relpath, tree
 from glm5_patch.diff import PACKAGES
 from glm5_patch.errors import Failed
@@ -25,6 +27,7 @@ FOLDER = ".glm5-patch"
 STATE = f"{FOLDER}/state.json"
 ORIGINALS = f"{FOLDER}/originals"
 FORMAT = 1
+AS_WRITTEN = "the note as 'glm5-patch apply' wrote it"
 
 
 class Phase(str, Enum):
@@ -138,7 +141,7 @@ def load(root: Path) -> State | None:
         return State(
             phase=Phase(table["phase"]),
             installed=str(table["installed"]),
-            release=str(table["release"]),
+            release=str(Version(table["release"])),
             tested=table["tested"] is True,
             features=tuple(str(name) for name in table["features"]),
             digest=str(table["digest"]),
@@ -171,7 +174,7 @@ def _unreadable(root: Path, found: str) -> Unreadable:
     return Unreadable(
         "the note of what was applied cannot be read",
         where=str(root / STATE),
-        expected="the note as 'glm5-patch apply' wrote it",
+        expected=AS_WRITTEN,
         found=found,
         todo=f"install vLLM again, and then delete {root / FOLDER}; the originals are "
         f"in {root / ORIGINALS} until then, with %2F for each / of a path",

@@ -145,6 +145,7 @@ def check_revertible(root: Path, inspection: Inspection) -> None:
                 "a patched file was edited, and taking the patch back would lose that",
                 where=str(root / entry.path),
                 expected=f"sha256 {entry.after} (patched) or {entry.before} (stock)",
+                found=f"sha256 {state.hash_of(root, entry.path)}",
                 todo="save the file elsewhere if you want it, delete it here, and run "
                 "'glm5-patch revert': a missing file comes back as it was",
             )

@@ -66,6 +66,7 @@ def read(root: Path, path: str) -> bytes | None:
             "a file of vLLM is far too large",
             where=str(file),
             expected=f"at most {MAX_BYTES} bytes",
+            found=f"{file.stat().st_size} bytes",
             todo="install vLLM again",
         )
     return data

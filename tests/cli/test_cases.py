@@ -7,6 +7,7 @@ A case is a row. All of them start from the real tree of vLLM 0.16.0.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -242,8 +243,13 @@ CASES = [
     Case("usage-no-folder", stock, "status --site-packages nowhere", 2),
     Case("usage-no-interpreter", stock, "status --python nowhere", 2),
     Case("inspect-no-file", stock, "inspect nowhere.gguf", 1),
-    Case("inspect-old", labelled("0.15.1"), "inspect nowhere.gguf", 4),
-    Case("inspect-odd-version", labelled("mine_1"), "inspect nowhere.gguf", 4),
+    Case(
+        "inspect-newer",
+        then(labelled("0.24.0"), edited()),
+        "inspect nowhere.gguf",
+        4,
+    ),
+    Case("inspect-bad-state", bad_state, "inspect nowhere.gguf", 1),
     Case("not-found", nothing, "apply", 3),
     Case("not-found-package", no_package, "apply", 3),
     Case("not-found-metadata", no_metadata, "apply", 3),
@@ -304,6 +310,16 @@ CASES = [
 ]
 
 
+# What a failure tells below its first line, which says the rest of a wrong argument.
+PARTS = {
+    1: {"where", "expected", "found", "next"},
+    2: {"next"},
+    3: {"where", "expected", "found", "next"},
+    4: {"expected", "found", "next"},
+    5: {"where", "expected", "found", "next"},
+}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case(case: Case, scene: Scene, snapshot: Callable[..., None]) -> None:
     case.arrange(scene)
@@ -316,6 +332,8 @@ def test_case(case: Case, scene: Scene, snapshot: Callable[..., None]) -> None:
     assert bool(done.err) is (
         (done.code != 0 and not done.out) or "--quiet" in case.args
     )
+    if done.err.startswith("error: "):
+        assert PARTS[case.code] <= set(re.findall("(?m)^  ([a-z]+): ", done.err))
 
 
 def test_a_release_before_glm5(
@@ -327,9 +345,10 @@ def test_a_release_before_glm5(
         old.run("apply"),
         old.run("apply", "--allow-unlisted"),
         old.run("status"),
+        old.run("inspect", "nowhere.gguf"),
     ]
     snapshot("not-supported-0.15.1", *commands)
-    assert [done.code for done in commands] == [4, 4, 0]
+    assert [done.code for done in commands] == [4, 4, 0, 4]
     assert stamps(old.root) == before
 
 

@@ -202,3 +202,20 @@ def test_explain_without_triton(make_target: MakeTarget, tmp_path: Path) -> None
     assert "stock vLLM does not serve this; not known of TRITON_MLA_SPARSE" in done.out
     assert "stock vLLM serves this; the patch is not needed" in done.out
     assert "is not known: No module named 'triton'; next: install into" in done.out
+
+
+def test_explain_a_kv_cache_dtype_that_vllm_does_not_know(
+    make_target: MakeTarget, snapshot: Callable[..., None], tmp_path: Path
+) -> None:
+    """vLLM is asked, since releases know different ones; the rest is answered."""
+    target = make_target()
+    cases = ("--capability", "9.0", "--dtype", "bfloat16", "--kv-cache-dtype", "fp3")
+    also = ("--kv-cache-dtype", "auto", "--python", str(target.python))
+    done = Scene(tmp_path, target.root).run("explain", *cases, *also)
+    snapshot("interpreter-kv-cache-dtype", done, also=target.python.parents[1])
+    assert done.code == 1
+    unknown, known = (
+        line.split() for line in done.out.splitlines() if line.startswith("9.0 ")
+    )
+    assert unknown[3:7] == ["none", "none", "not", "known:"]
+    assert known[3:5] == ["FLASHMLA_SPARSE", "FLASHMLA_SPARSE"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 
@@ -47,15 +48,16 @@ def all_but_the_folder(scene: Scene) -> None:
     cut_short(scene)
 
 
-LOSSES: dict[str, Loss] = {
-    "folder": folder,
-    "note": note,
-    "originals": originals,
-    "one-original": one_original,
-    "changed-original": changed_original,
-    "note-cut-short": cut_short,
-    "note-empty": garbled(b""),
-    "note-and-originals": all_but_the_folder,
+# What is lost, and what is found in its place.
+LOSSES: dict[str, tuple[Loss, str]] = {
+    "folder": (folder, "no such file"),
+    "note": (note, "no such file"),
+    "originals": (originals, f"missing or changed: {PATCHED[0]}, "),
+    "one-original": (one_original, f"missing or changed: {TARGET}"),
+    "changed-original": (changed_original, f"missing or changed: {TARGET}"),
+    "note-cut-short": (cut_short, "Unterminated string"),
+    "note-empty": (garbled(b""), "Expecting value"),
+    "note-and-originals": (all_but_the_folder, "Unterminated string"),
 }
 
 
@@ -78,13 +80,18 @@ def test_it_is_told_and_there_is_a_way_out(loss: str, scene: Scene) -> None:
     stock = contents(scene.root)
     scene.must("apply")
     patched = contents(scene.root)
-    LOSSES[loss](scene)
+    lose, instead = LOSSES[loss]
+    lose(scene)
     before = stamps(scene.root)
     for command in ("status", "verify", "explain", "bench", "revert --dry-run"):
         told = scene.run(*command.split())
         assert told.code == 1, told
         assert "glm5-patch apply" in told.out + told.err
         assert "glm5-patch revert" in told.out + told.err
+        if command != "status":  # which reports it; the others end in an error
+            (found,) = re.findall("^  found: +(.+)$", told.err, re.MULTILINE)
+            assert instead in found
+            assert "  expected: " in told.err
     assert stamps(scene.root) == before
     lost = contents(scene.root)
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A standard output that takes nothing: one line, an exit code, and no traceback."""
+"""Ends without a report: output that takes nothing, and Ctrl-C. No traceback."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,23 @@ def test_what_was_written_before_stays(scene: Scene) -> None:
     assert scene.must("status", "--json").json["condition"] == "applied"
     quiet = f"revert -q --site-packages {scene.root}"
     assert started(quiet, None, scene.home) == (0, "")
+
+
+def test_ctrl_c_ends_it_in_silence(scene: Scene) -> None:
+    slow = scene.home / "python"
+    slow.write_text(f"#!/bin/sh\ntouch {scene.home}/started\nexec sleep 60\n")
+    slow.chmod(0o755)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "glm5_patch", "status", "--python", str(slow)],
+        env=environment(IMPORTED_FROM),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + 30
+    while not (scene.home / "started").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=30)[0] == b""
+    assert running.returncode == 130

@@ -15,7 +15,6 @@ Exits with 1 if a pair is too far apart, or a control is not.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -23,24 +22,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import models
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "gguf"))
-
-from tiny_glm import (
-    SHARING,
-    Tiny,
-    mixed,
-    to_gguf,
-    uniform,
-    weights,
-    write,
-)
+from tiny_glm import SHARING, mixed, to_gguf, uniform, weights, write
 
 PROMPTS = (64, 700, 2040, 4000)
-TINY = dataclasses.replace(
-    Tiny(), draft_layers=0, vocabulary=1024, index_topk=2048, context=16384
-)
+TINY = dataclasses.replace(models.TINY, context=16384)
 SHARED = dataclasses.replace(
     TINY, full_layers=SHARING.full_layers, context=SHARING.context
 )
@@ -64,18 +51,6 @@ BASE = "BF16"
 # the wrong tokens, the control that shows least, to 0.33.
 LIMIT, FAR = 0.1, 0.25
 
-Arrays = dict[str, np.ndarray]
-
-
-def write_hf(folder: Path, config: dict, arrays: Arrays) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {n: torch.from_numpy(np.ascontiguousarray(a)) for n, a in arrays.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
 
 def swapped(name: str) -> str:
     other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
@@ -84,10 +59,6 @@ def swapped(name: str) -> str:
 
 def write_pair(folder: Path, name: str) -> None:
     """The GGUF file of a case, and its HF checkpoint."""
-    # The one that is patched into this vLLM.
-    sys.modules["glm_dsa"] = importlib.import_module("vllm.transformers_utils.glm_dsa")
-    from read_back import from_file
-
     tiny, types = CASES[name]
     original = weights(tiny)
     path = write(
@@ -97,10 +68,10 @@ def write_pair(folder: Path, name: str) -> None:
         types,
         indexer_types=tiny.full_layers is not None,
     )
-    config, arrays = from_file(path)
+    config, arrays = models.dequantised(path)
     # vLLM asks a checkpoint, unlike a GGUF file, for the indexers that no layer uses.
     unused = {n: a for n, a in original.items() if n not in arrays and "indexer" in n}
-    write_hf(folder / name, config, arrays | unused)
+    models.save(folder / name, config, arrays | unused)
     if name != BASE:
         return
     for control, (wrong, _) in CONTROLS.items():
@@ -112,7 +83,7 @@ def write_pair(folder: Path, name: str) -> None:
                 key: -array if "weights_proj" in key else array
                 for key, array in arrays.items()
             }
-        write_hf(folder / f"control-{control}", config | wrong, altered)
+        models.save(folder / f"control-{control}", config | wrong, altered)
 
 
 def prompts() -> list[list[int]]:

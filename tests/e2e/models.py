@@ -31,7 +31,7 @@ def save(folder: Path, config: dict, arrays: Arrays) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {n: torch.from_numpy(np.ascontiguousarray(a)) for n, a in arrays.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -47,14 +47,19 @@ def write_hf(parent: Path, name: str, *, topk: int) -> Path:
 
 def write_gguf(parent: Path, name: str, types: Types, *, topk: int) -> Path:
     """A GGUF file, and beside it (without the suffix) what it dequantises to."""
-    # The one that is patched into this vLLM.
+    tiny = dataclasses.replace(TINY, index_topk=topk)
+    path = write(parent / f"{name}.gguf", tiny, to_gguf(tiny, weights(tiny)), types)
+    save(parent / name, *dequantised(path))
+    return path
+
+
+def dequantised(path: Path) -> tuple[dict, Arrays]:
+    """The config and the float32 arrays of a GGUF file, by the names of this vLLM."""
+    # The one that is patched into it.
     sys.modules["glm_dsa"] = importlib.import_module("vllm.transformers_utils.glm_dsa")
     from read_back import from_file
 
-    tiny = dataclasses.replace(TINY, index_topk=topk)
-    path = write(parent / f"{name}.gguf", tiny, to_gguf(tiny, weights(tiny)), types)
-    save(parent / name, *from_file(path))
-    return path
+    return from_file(path)
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:

@@ -78,6 +78,8 @@ def put(*keys: str | int, value: object) -> Change:
     "change",
     [
         pytest.param(put("phase", value="done"), id="phase"),
+        pytest.param(put("release", value="the newest"), id="release"),
+        pytest.param(put("release", value=0.16), id="release-no-text"),
         pytest.param(put("features", value=None), id="features"),
         pytest.param(put("entries", value={"a": 1}), id="entries-no-list"),
         pytest.param(put("entries", 0, value=None), id="entry-no-table"),

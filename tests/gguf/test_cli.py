@@ -12,6 +12,8 @@ from patched_vllm import RELEASES, stock_tree
 from raw_gguf import write_full_size
 from tiny_glm import Tiny, to_gguf, uniform, weights, write
 
+IMAGE = "0.1.dev20051+g487ecf187"
+
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "glm5_patch", *map(str, arguments)]
@@ -116,20 +118,56 @@ def test_verify_of_a_file_that_cannot_load(tmp_path: Path) -> None:
     assert "shares indexers" in found.stdout
 
 
-def test_verify_goes_by_the_release_not_by_its_label(
-    tiny: Path, tmp_path: Path
+def label(root: Path, version: str) -> None:
+    """Have the metadata of vLLM 0.23.0 call it ``version``, as an image's may."""
+    metadata = root / "vllm-0.23.0.dist-info"
+    (metadata / "METADATA").write_text(f"Name: vllm\nVersion: {version}\n")
+    metadata.rename(root / f"vllm-{version}.dist-info")
+
+
+@pytest.mark.parametrize("version", [IMAGE, "0.16.0", "0.33.0", "mine_1"])
+def test_the_release_counts_and_not_its_label(
+    version: str, tiny: Path, tmp_path: Path
 ) -> None:
-    """An image's label names no release; what was patched is known all the same."""
+    """Before an apply and after it: what the files are is known all the same."""
     root = install("0.23.0", tmp_path / "site")
-    label = "0.1.dev20051+g487ecf187"
-    metadata = root / "vllm-0.23.0.dist-info" / "METADATA"
-    metadata.write_text(f"Name: vllm\nVersion: {label}\n")
-    metadata.parent.rename(root / f"vllm-{label}.dist-info")
+    label(root, version)
     at = ("--site-packages", root)
+    told = [run("inspect", tiny, *at)]
     assert run("apply", *at).returncode == 0
-    found = run("verify", "--level", "files", "--gguf", tiny, *at)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "vLLM 0.23.0, patched, loads every parameter" in found.stdout
+    told.append(run("inspect", tiny, *at))
+    told.append(run("verify", "--level", "files", "--gguf", tiny, *at))
+    for found in told:
+        assert found.returncode == 0, found.stdout + found.stderr
+        assert "vLLM 0.23.0, patched, loads every parameter" in found.stdout
+        assert "note: " not in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "release"), [(IMAGE, "0.23.0"), ("0.23.1", "0.23.1")]
+)
+def test_inspect_for_a_build_that_no_release_is(
+    version: str, release: str, tiny: Path, tmp_path: Path
+) -> None:
+    """The release is the one whose patches ``apply --allow-unlisted`` would try."""
+    root = install("0.23.0", tmp_path / "site")
+    label(root, version)
+    with (root / "vllm/platforms/cuda.py").open("a") as module:
+        module.write("# a local change\n")
+    at = ("--site-packages", root)
+    note = (
+        f"note: the files of this vLLM, {version}, are those of no tested release; "
+        f"this is what {release} would do"
+    )
+    before = files(root)
+    told = run("inspect", tiny, *at)
+    assert files(root) == before
+    assert told.returncode == 0, told.stderr
+    assert note in told.stdout
+    assert f"vLLM {release}, patched, loads every parameter" in told.stdout
+    applied = run("apply", "--allow-unlisted", "--json", *at)
+    assert json.loads(applied.stdout)["plan"]["release"] == release
+    assert note in run("inspect", tiny, *at).stdout
 
 
 def test_verify_without_the_feature(tiny: Path, tmp_path: Path) -> None:

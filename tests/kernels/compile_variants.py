@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import triton
+from chips import PROCESSORS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -33,17 +34,6 @@ from ops import triton_sparse_mla_fp8 as mla_fp8
 from ops import triton_sparse_rows_fp8 as writing
 from ops import triton_sparse_slots as lookup
 
-# Shared memory that one program may have, in bytes (CUDA programming guide).
-SHARED_LIMIT = {
-    80: 166_912,
-    86: 101_376,
-    89: 101_376,
-    90: 232_448,
-    120: 101_376,
-    121: 101_376,
-}
-# Multiprocessors of A100, RTX 3090, RTX 4090, H200, RTX PRO 6000 and GB10.
-PROCESSORS = {80: 108, 86: 82, 89: 128, 90: 132, 120: 188, 121: 48}
 # One head and token count on each side of every decision of a launch table.
 SHAPES = ((8, 1), (8, 128), (8, 129), (32, 1), (32, 33), (64, 1))
 # Powers of two between 2 and the most that any chip has room for.
@@ -354,5 +344,5 @@ def variants(archs: list[int]) -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    archs = [int(arch) for arch in sys.argv[1:]] or list(SHARED_LIMIT)
+    archs = [int(arch) for arch in sys.argv[1:]] or list(PROCESSORS)
     json.dump({"triton": triton.__version__, "variants": variants(archs)}, sys.stdout)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import triton
+from chips import PROCESSORS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import compute_cache_key, create_function_from_signature
@@ -30,14 +31,8 @@ from ops import triton_sparse_mla_fp8 as mla_fp8
 from ops import triton_sparse_slots as lookup
 from ops import triton_sparse_warmup as warming
 
-# Compute capability and multiprocessors: A100, RTX 3090, H200, RTX PRO 6000, GB10.
-CHIPS = (
-    ((8, 0), 108),
-    ((8, 6), 82),
-    ((9, 0), 132),
-    ((12, 0), 188),
-    ((12, 1), 48),
-)
+# Compute capability and multiprocessors.
+CHIPS = tuple((divmod(arch, 10), number) for arch, number in PROCESSORS.items())
 HEADS = (8, 16, 64)
 MAX_TOKENS = 8192
 TOPK, PAGE = 2048, 64

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from chips import SHARED_LIMIT
 from compile_variants import (
     ATTENTION,
     INDEX_HEADS,
@@ -16,7 +17,6 @@ from compile_variants import (
     NEXT_N,
     REQUESTS,
     SHAPES,
-    SHARED_LIMIT,
     splits_of,
 )
 from ops.triton_sparse_launch import MAX_HEADS

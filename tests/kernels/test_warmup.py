@@ -28,7 +28,7 @@ def binaries() -> dict[str, Any]:
 
 
 def test_every_batch_finds_its_binaries(binaries: dict[str, Any]) -> None:
-    """1 to 8192 tokens, on five chips, by Triton's own keys; and none for nothing."""
+    """1 to 8192 tokens, on each chip, by Triton's own keys; and none for nothing."""
     assert len(binaries["attention"]) == len(CHIPS) * len(HEADS) * 2
     for found in binaries["attention"]:
         assert (found["missed"], found["idle"]) == (0, 0), found
