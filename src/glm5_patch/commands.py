@@ -78,7 +78,8 @@ def _undisturbed(
         try:
             outcome = command(installation, *args, **kwargs)
         except PatchError as error:
-            if isinstance(error, Busy) or not lock.is_disturbed(root, before):
+            ours = isinstance(error, Busy) or error.alone
+            if ours or not lock.is_disturbed(root, before):
                 raise
             raise _busy(root) from error
         if outcome.exit_code and lock.is_disturbed(root, before):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 
@@ -22,6 +22,8 @@ class PatchError(Exception):
     todo: str | None = None
 
     exit_code: ClassVar[int] = 1
+    # Whether the run that raised this held the lock: then no other run is its cause.
+    alone = False
 
     def __str__(self) -> str:
         return self.what
@@ -40,7 +42,8 @@ class PatchError(Exception):
 
     def as_dict(self) -> dict[str, str]:
         """The parts that are known, for ``--json``."""
-        return {name: text for name, text in vars(self).items() if text is not None}
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: text for name, text in parts.items() if text is not None}
 
 
 class Failed(PatchError):

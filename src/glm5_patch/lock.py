@@ -31,6 +31,7 @@ T = TypeVar("T")
 def exclusive(root: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     """Hold the lock of ``root``; leave no folder behind if no state is in it.
 
+    What fails meanwhile has no other run as its cause: ``PatchError.alone`` tells.
     Raises ``Busy`` after ``wait_s`` seconds, and ``NotPermitted`` where the folder
     cannot be made.
     """
@@ -44,6 +45,9 @@ def exclusive(root: Path, wait_s: float = WAIT_S) -> Iterator[None]:
         raise tree.refused(error, root / LOCK) from error
     try:
         yield
+    except PatchError as error:
+        error.alone = True
+        raise
     finally:
         if not (root / STATE).exists():
             with contextlib.suppress(OSError):

@@ -159,6 +159,24 @@ def test_no_space(left_kib: int, scene: Scene, mount: Callable[..., None]) -> No
     assert contents(tiny.root) == before
 
 
+@pytest.mark.parametrize("command", ["revert", "apply --feature=gguf"])
+def test_a_failure_half_way_is_not_taken_for_another_run(
+    own_tree: Scene, command: str
+) -> None:
+    """By then this run has written the state itself."""
+    before = contents(own_tree.root)
+    own_tree.must("apply")
+    folder = (own_tree.root / PATCHED[0]).parent
+    folder.chmod(0o555)
+    own_tree.stand_in = without_override
+    done = own_tree.run(*command.split())
+    assert (done.code, "another run" in done.err) == (6, False), done
+    assert "Permission denied" in done.err, done
+    folder.chmod(0o755)
+    own_tree.must("revert")
+    assert contents(own_tree.root) == before
+
+
 def test_a_hard_link_keeps_the_old_bytes(own_tree: Scene) -> None:
     """uv links the files of all environments to those of its cache."""
     cache = own_tree.home / "cache"
